@@ -85,17 +85,19 @@ python3 -m sglang.launch_server --model-path $MODEL --tp-size 8 --dp-size 8 --en
             "vllm serve Qwen/Qwen3-8B --tensor-parallel-size 2 --max-num-batched-tokens 8k "
             "--no-enable-prefix-caching",
             f"engine=vllm model=qwen3-8b {ONE} parallel.decode.tp=2 parallel.prefill.tp=2 scheduler.chunk=8000 "
-            "cache=none",
+            "cache=none compute.graph_tokens=512",
         ),
         (
             "VLLM_USE_V1=1 vllm serve Qwen/Qwen3-30B-A3B-FP8 -tp=4 --enable_expert_parallel --max-model-len=16384",
             f"engine=vllm model=qwen3-30b-a3b model.dtype_bytes=1 model.kv_dtype=bf16 {ONE} parallel.decode.tp=4 "
-            "parallel.decode.ep=4 parallel.prefill.tp=4 parallel.prefill.ep=4 model.context=16384 cache=vllm",
+            "parallel.decode.ep=4 parallel.prefill.tp=4 parallel.prefill.ep=4 model.context=16384 cache=vllm "
+            "compute.graph_tokens=512",
         ),
         (
             "vllm serve meta-llama/Llama-3.1-8B-Instruct -tp 1 --data-parallel-size 4 --kv-cache-dtype fp8",
             f"engine=vllm model=llama-3.1-8b model.kv_dtype=fp8_e4m3 {ONE} parallel.decode.tp=1 "
-            "parallel.decode.instances=4 parallel.prefill.tp=1 parallel.prefill.instances=4 cache=vllm",
+            "parallel.decode.instances=4 parallel.prefill.tp=1 parallel.prefill.instances=4 cache=vllm "
+            "compute.graph_tokens=512",
         ),
         (
             "python -m sglang.launch_server --model-path deepseek-ai/DeepSeek-V3 --tp 8 --dp 8 "
@@ -118,12 +120,12 @@ python3 -m sglang.launch_server --model-path $MODEL --tp-size 8 --dp-size 8 --en
             DYNAMO.format(more="--gpu-memory-utilization 0.90 --no-enable-prefix-caching --block-size 128"),
             "engine=vllm model=llama-3.3-70b model.dtype_bytes=1 model.kv_dtype=bf16 parallel.prefill.tp=2 "
             "parallel.prefill.instances=2 parallel.decode.tp=4 kv.page_size=128 scheduler.memory_fraction=0.9 "
-            "cache=none",
+            "cache=none compute.graph_tokens=512",
         ),
         (
             LLM_D,
             "engine=vllm model=gpt-oss-120b parallel.prefill.tp=1 parallel.prefill.instances=8 parallel.decode.tp=4 "
-            "parallel.decode.instances=2 kv.page_size=128 cache=none backend=nixl_vllm",
+            "parallel.decode.instances=2 kv.page_size=128 cache=none compute.graph_tokens=512 backend=nixl_vllm",
         ),
         (
             PAIR,
@@ -168,12 +170,26 @@ def test_every_flag_is_accounted_for():
     assert made.taken == (
         ("server", "--model Qwen/Qwen3-8B", "model=qwen3-8b"),
         ("server", "--tensor-parallel-size 2", "parallel.decode.tp=2"),
+        ("server", "--enforce-eager", "compute.graph_tokens=0"),
     )
-    assert (made.timeless, made.unmodelled) == (
-        ("--port 80",),
-        ("--enforce-eager", "--speculative-config method=mtp"),
-    )
+    assert (made.timeless, made.unmodelled) == (("--port 80",), ("--speculative-config method=mtp",))
     assert made.words[0] == "hw=8xh100"
+
+
+@pytest.mark.parametrize(
+    ("flags", "tokens"),
+    [
+        ("", 512),
+        ("--max-num-seqs 64", 128),
+        ("--max-cudagraph-capture-size 1024", 1024),
+        ("-O0", 0),
+        ("--compilation-config '{\"mode\": 0}'", 0),
+        ("--compilation-config.cudagraph_mode=FULL_DECODE_ONLY", 0),
+    ],
+)
+def test_prompts_up_to_the_captured_size_have_no_launches(flags: str, tokens: int):
+    words = translated(servers(f"vllm serve Qwen/Qwen3-8B {flags}")).words
+    assert words[-1] == f"compute.graph_tokens={tokens}"
 
 
 def test_an_unknown_flag_names_the_nearest_or_is_listed():

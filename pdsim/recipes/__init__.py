@@ -77,6 +77,10 @@ TAKEN = {
     "disable-overlap-schedule": "engine.overlap",
     "enable-mixed-chunk": "engine.mixed",
     "scheduler-recv-interval": "engine.look",
+    "enforce-eager": "compute.graph_tokens",
+    "compilation-config": "compute.graph_tokens",
+    "optimization-level": "compute.graph_tokens",
+    "max-cudagraph-capture-size": "compute.graph_tokens",
     "model": "model",
     "model-path": "model",
 }
@@ -249,6 +253,8 @@ def _flags(engine: str, words: Sequence[str]) -> dict[str, str]:
         if re.match(r"--?[A-Za-z]", word):
             raw, _, value = word.lstrip("-").partition("=")
             raw, _, inner = raw.partition(".")  # --compilation-config.mode=0
+            if re.fullmatch(r"O\d", raw):  # -O0
+                raw, value = raw[0], raw[1]
             at = raw if len(raw) == 1 else raw.replace("_", "-")
             at = ALIASES[engine].get(at, at)
             flags[at] = f"{flags.get(at, '')} {inner}={value}".strip() if inner else value
@@ -360,9 +366,21 @@ def _whole(engine: str, by_side: Mapping[str, Server], instances: Mapping[str, i
         config["engine.overlap"] = "false"
     if "enable-mixed-chunk" in prefill.flags:
         config["engine.mixed"] = "true"
+    if engine == "vllm":
+        config["compute.graph_tokens"] = _graph_tokens(prefill.flags)
     if pair and (backend := _backend(engine, prefill)):
         config["backend"] = backend
     return config
+
+
+def _graph_tokens(flags: Mapping[str, str]) -> int:
+    # vLLM compiles, and captures prompts up to twice the batch or 512 tokens, unless it is told otherwise
+    # (vllm/config/vllm.py and compilation.py of 0.22.1)
+    chosen = flags.get("compilation-config", "") + f" level={flags.get('optimization-level', '')}"
+    if "enforce-eager" in flags or re.search(r"(mode\W*|level=)0\b|NONE|FULL_DECODE_ONLY", chosen):
+        return 0
+    batch = int(_number("max-num-seqs", flags.get("max-num-seqs", "256")))
+    return int(flags.get("max-cudagraph-capture-size") or min(2 * batch, 512))
 
 
 def _layout(engine: str, server: Server, instances: int, model: str) -> dict[str, int]:
