@@ -262,6 +262,7 @@ class DecodeScheduler(InstanceScheduler[DecodeRequest, DecodePages, DecodeLeader
         waited = self._coming.pop(number, None) is not None or waited
         for request in [request for request in self._queue if request.room == number]:
             self._queue.remove(request)
+            self.pages.forget(number)
             waited = True
         return waited
 
@@ -482,6 +483,7 @@ class DecodeScheduler(InstanceScheduler[DecodeRequest, DecodePages, DecodeLeader
                 count = self.job.page_count(request.input + self.pages.output(request))
                 reason = out_of_memory(self.pages.pool, count, self.handoff.has_slot())
                 self.engine.send(ROUTER, TransferDone(request.room, reason=reason))
+                self.pages.forget(request.room)
                 self.handoff.unadmitted(request.room)
                 continue
             self.blocked.clear()

@@ -310,7 +310,7 @@ class InvariantChecker(Observer):
     def _compute_again(self, leader: Any, number: int, cached: int) -> None:
         # What a modelled step leaves in the new pages, or a copy from host memory; rows of state have stayed.
         for _, member in _in_incarnation(self._members, leader.incarnation):
-            if member.rank.device.holds_bytes:
+            if member.rank.device.holds_bytes and member.rank.endpoint.ended is None:
                 contents: Contents = member.mover.receiver.pool.contents
                 contents.fill_again(number, after(self._pages[number], cached // contents.layout.page_size), cached)
 
