@@ -299,9 +299,10 @@ class StagingReceiver:
     that were answered with no.
 
     **Safety.**  A slot is granted when its bytes are free, not before, so a writer that has it may write: there is
-    no watermark that could be stale.  It is freed by the scatter, by the writer (`give_back`) once nothing of the
-    room moves there, or with proof that the writer is dead (`sever`), for only they know; until then the ring
-    allocates around it.  Which way a chunk goes is decided once, by the answer to its question.
+    no watermark that could be stale.  It is freed by the scatter, or by the block's arrival if the room is over; by
+    the writer (`give_back`) once nothing of the room moves there, or with proof that the writer is dead (`sever`),
+    for only they know; until then the ring allocates around it.  Which way a chunk goes is decided once, by the
+    answer to its question.
 
     **Liveness.**  Slots are granted first come, first served, after at most `Staging.wait`.  A chunk that holds one
     needs nothing but its forward, which has begun, and its place in a queue of chunks that need no slot any more.
@@ -349,13 +350,17 @@ class StagingReceiver:
             self._answer(key, slot.position)
 
     def scatter(self, arrival: Arrival) -> None:
-        """Copy the block that has arrived into its pages, unless its room was given up.
+        """Copy the block that has arrived into its pages; free its slot at once if its room was forgotten.
 
         With ``scatter="chunk"`` it waits for the blocks of the other writers that have a slot for this chunk.
         """
         key = arrival.room, arrival.writer, arrival.chunk
         question = self._questions.get(key)
-        if question is None or question.forgotten or key not in self.ring.slots:
+        if question is None or key not in self.ring.slots:
+            return
+        if question.forgotten:
+            self._drop(key)
+            self._advance()
             return
         question.arrival = arrival
         together = [question] if self._by_writer else list(self._waiting(arrival))
@@ -372,11 +377,15 @@ class StagingReceiver:
         self._drop_all(lambda question: question.sender == rank)
 
     def forget(self, room: int) -> None:
-        """Scatter nothing more of *room*, and drop its questions; `RankQuiesced` follows the last copy of it."""
+        """Scatter nothing more of *room*, and drop its questions; `RankQuiesced` follows the last copy of it.
+
+        A block that waits for those of other writers is dropped too: its writer is done, and gives nothing back.
+        """
         for question in list(self._questions.values()):
             if question.key[0] == room:
                 question.forgotten = True
-                if question.key not in self.ring.slots:
+                waits = question.arrival is not None and not question.scattering
+                if waits or question.key not in self.ring.slots:
                     self._drop(question.key)
         self._advance()
         self._quiet_if_still(room)

@@ -202,11 +202,19 @@ def test_who_waits_is_answered(script: list[list[Any]], wanted: list[list[int]])
     assert left.get("refused", 0) == sum(position < 0 for *_, position in wanted)
 
 
-def test_a_forgotten_room_keeps_its_slot_and_is_not_scattered():
-    script = [ASK, [0.1, "forget", 1], [0.2, "arrive", 1, 0]]
+def test_a_forgotten_room_is_not_scattered():
+    script = [ASK, [0.1, "forget", 1]]
     reports, _, left = run(*script)
     assert (reports, left) == ([[0.1, "quiet", 1]], {"used": PAGE, "left": 1})
-    assert run(*script, [0.3, "return", 1])[2] == FREE
+    for end in ("arrive", 1, 0), ("return", 1):
+        assert run(*script, [0.3, *end]) == (reports, [[1, 0, 0]], FREE)
+
+
+def test_a_block_that_waits_goes_with_its_room():
+    script = [ASK, [*ASK, 1], [0.5, "arrive", 1, 0, 1], [0.6, "return", 1]]  # its writer returns nothing
+    assert run(*script)[2] == {"used": PAGE, "left": 1}
+    reports, _, left = run(*script, [0.7, "forget", 1])
+    assert (reports, left) == ([[0.7, "quiet", 1]], FREE)
 
 
 def test_a_room_is_quiet_only_when_its_scatter_has_ended():

@@ -669,7 +669,7 @@ BY_TEST = {
            "it has to be sent between an incarnation's end and the news of it, to a rank that is back by then: "
            "2,000 scenarios with ranks that are back at once show none"),
     "S14": ("a forgotten room is scattered",
-            "tests/kv/test_receiver.py::test_a_forgotten_room_keeps_its_slot_and_is_not_scattered",
+            "tests/kv/test_receiver.py::test_a_forgotten_room_is_not_scattered",
             "decode forgets a room when it is proven that no write of it moves, so none arrives later"),
 }  # fmt: skip
 """Defects that scenarios cannot show: what is changed, the test that sees it, and why no scenario does."""
