@@ -119,7 +119,8 @@ def reached(tried: Iterable[Tried]) -> Table:
     times, scenarios, kinds = Counter[str](), Counter[str](), {name: Counter[str]() for name in (*names, *MESSAGES)}
     all_kinds, every = Counter[str](), list(tried)
     for each in every:
-        own = set(each.text.split(", ")) & set(KINDS)
+        said = each.text.split(", ")
+        own = [kind for kind in KINDS if kind in said]  # in one order: of equals the first is named
         all_kinds.update(own)
         times.update(each.reached)
         for name in kinds.keys() & each.reached.keys():
