@@ -89,7 +89,8 @@ class Mutant:
     def catch(self, seeds: Iterable[int] = range(LIMIT)) -> Caught | None:
         """Explore *seeds* until *invariant* does not hold; return None if it always does."""
         # kinds that would undo its setting: they choose ranks, machine, policy or the program of decode
-        without, run = frozenset({"held", "layouts", "nodes", "policies"} if self.setting else ()), 0
+        kinds = ("caches", "gathers", "held", "layouts", "nodes", "policies")
+        without, run = frozenset(kinds if self.setting else ()), 0
         for seed in seeds:
             with patched(self.setting):
                 scenario = draw(seed, REQUESTS, INTENSITY, without)

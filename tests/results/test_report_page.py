@@ -149,7 +149,7 @@ class TestInChromium:
 
 @pytest.mark.slow
 def test_every_figure_is_a_file_the_same_each_time(folders):
-    drawn = {name: figures(KeptRun(folders[name])) for name in ("run", "pulled", "transfer")}
+    drawn = {name: figures(KeptRun(folders[name])) for name in ("run", "pulled", "transfer", "capacity")}
     drawn["sweep"] = pareto.content(folders["sweep"]).figures
     drawn["validation"] = agreement.figures(agreement.compared_in(folders["validation"])[2])
     assert {name: {figure.name for figure in each} for name, each in drawn.items()} == FIGURES
