@@ -488,7 +488,7 @@ class Peers(Generic[Connected]):
         self._parts = parts
         self._made = made
         self._peers: dict[str, dict[int, Connected]] = {}  # by incarnation, then rank index
-        self._waiting: dict[str, list[Callable[[], None]]] = {}  # by incarnation, in order
+        self._waiting: dict[str, list[tuple[int, Callable[[], None]]]] = {}  # by incarnation, in order; with rooms
 
     def __contains__(self, incarnation: str) -> bool:
         """Return whether rooms of *incarnation* may be moved."""
@@ -512,12 +512,19 @@ class Peers(Generic[Connected]):
         self._peers.pop(incarnation, None)
         self._waiting.pop(incarnation, None)
 
-    def wait(self, incarnation: str, then: Callable[[], None]) -> None:
+    def wait(self, incarnation: str, room: int, then: Callable[[], None]) -> None:
         """Call *then*, from a callback and in the order of these calls, once all ranks are connected.
 
-        It is never called if *incarnation* is dropped before.
+        It is never called if *incarnation* is dropped, or *room* given up, before.
         """
-        self._waiting.setdefault(incarnation, []).append(then)
+        self._waiting.setdefault(incarnation, []).append((room, then))
+
+    def give_up(self, room: int) -> None:
+        """Forget what waits for *room*; what comes of one after its incarnation was dropped would wait for ever."""
+        for incarnation, waiting in list(self._waiting.items()):
+            waiting[:] = [entry for entry in waiting if entry[0] != room]
+            if not waiting:
+                del self._waiting[incarnation]
 
     def connected(self, incarnation: str) -> bool:
         """Return whether all ranks of *incarnation* that are needed are connected, and nothing waits for that."""
@@ -531,7 +538,7 @@ class Peers(Generic[Connected]):
             self._rank.clock.call_at(self._rank.clock.now, self._call_waiting, incarnation)
 
     def _call_waiting(self, incarnation: str) -> None:
-        for then in self._waiting.pop(incarnation, ()):
+        for _, then in self._waiting.pop(incarnation, ()):
             then()
 
     def connect(self, message: RegisterPool) -> None:

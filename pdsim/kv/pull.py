@@ -150,7 +150,7 @@ class KvReader:
         if room.failed:
             return
         if not self.peers.connected(message.prefill):
-            self.peers.wait(message.prefill, lambda: self._begin(room))
+            self.peers.wait(message.prefill, message.room, lambda: self._begin(room))
             return
         runs = pair(message.source, message.pages)
         state = tuple(map(pair, message.source_state, message.state))
@@ -169,6 +169,7 @@ class KvReader:
 
     def forget(self, number: int) -> None:
         """Abort room *number*: `RankQuiesced` follows once nothing of it moves into this rank's pages any more."""
+        self.peers.give_up(number)
         room = self._rooms.get(number)
         if room is not None:
             room.failed = True

@@ -277,7 +277,7 @@ class KvSender:
             if state is None or state.status is Status.FAILED:
                 continue
             if not self.peers.connected(chunk.decode):
-                self.peers.wait(chunk.decode, partial(self._move, [chunk], begun, seconds))
+                self.peers.wait(chunk.decode, chunk.room, partial(self._move, [chunk], begun, seconds))
                 continue
             state.status = advance(state.status, Status.TRANSFERRING)
             planned = self._plan(state, chunk, begun + seconds, seconds > 0)
@@ -332,6 +332,7 @@ class KvSender:
 
     def abort(self, room: int) -> None:
         """Abort *room*: nothing more of it is written.  `RankQuiesced` follows, at once if it is unknown."""
+        self.peers.give_up(room)
         state = self._rooms.get(room) or RoomTransferState(room)
         state.aborted = True
         self._fail(state)
@@ -374,7 +375,7 @@ class KvSender:
         if state.status is Status.FAILED:
             return
         if not self.peers.connected(chunk.decode):
-            self.peers.wait(chunk.decode, lambda: self._ask(state, chunk))
+            self.peers.wait(chunk.decode, chunk.room, lambda: self._ask(state, chunk))
             return
         rows, _ = self._share(chunk)
         for target in self.peers.of(chunk.decode).values():

@@ -339,6 +339,7 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
             forward = wanted
         engine.send(engine.followers, forward)
         computed = self.worker.compute(forward)
+        done = [(room, room.done) for room in (self.rooms.get(chunk.room) for chunk in forward.chunks) if room]
         while self._begun:
             self._abort_on_ranks(self._begun.pop())
         if self.job.engine.noticed == "prefill":
@@ -348,8 +349,8 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
         if not computed.processed:
             yield computed
         if cache.prefill and cache.found == "computed":
-            for chunk in forward.chunks:
-                self._cache(chunk.room)
+            for room, tokens in done:  # without those of a forward that has been chosen ahead since
+                self._cache(room, tokens)
             if self.pages.to_host or self.pages.from_host:
                 self._offloaded()  # nobody waits for what goes to host memory
 
@@ -455,7 +456,7 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
         end = max(held, self.job.page_count(room.done) if last else room.done // self.job.page_size)
         room.sent = end
         if self.job.cache.found == "scheduled":
-            self._cache(request.room)
+            self._cache(room, room.done)
         chunk = Chunk(
             request.room,
             request.decode,
@@ -479,10 +480,10 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
         room.gathered = room.done if room.done == room.request.input else room.done // page * page
         return room.gathered - before
 
-    def _cache(self, number: int) -> None:
-        room = self.rooms.get(number)
-        if room is not None and room.has_pages:
-            self.pages.commit(number, room.keys[: room.done // self.job.page_size])
+    def _cache(self, room: PrefillRequest, tokens: int) -> None:
+        number = room.request.room
+        if number in self.rooms:
+            self.pages.commit(number, room.keys[: tokens // self.job.page_size])
 
     # --- how long it takes ---
 

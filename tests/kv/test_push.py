@@ -18,6 +18,7 @@ from pdsim.kv.messages import (
     Chunk,
     Destination,
     RankQuiesced,
+    ReadRequest,
     RegisterPool,
     StagingReply,
     TransferDone,
@@ -25,6 +26,7 @@ from pdsim.kv.messages import (
     encode,
 )
 from pdsim.kv.policy import Policy, Staging
+from pdsim.kv.pull import KvReader
 from pdsim.kv.push import GatherBuffers, KvSender, Queues
 from pdsim.kv.receiver import KvReceiver
 from pdsim.sim.model import Model
@@ -101,6 +103,24 @@ def receive(rank: Rank, *, reserve_at: float = 0.0, seconds: float = 1.0) -> Pro
     return {"reports": reports, "open": len(receiver)}
 
 
+def giving_up(rank: Rank, *, pulls: bool) -> Program:
+    """Give room 7 up, which waits for its peer, and return whether nothing waits when that is connected."""
+    register = decode((yield rank.channel.receive()).payload)
+    pool, rank_map = KvPool(rank, LAYOUT, 0, 0), RankMap(SHAPE, Grid(1), Grid(1))
+    part: KvSender | KvReader
+    if pulls:
+        part = KvReader(pool, rank_map, lambda _: None, lambda _: None)
+        part.read(ReadRequest("prefill0@1", 7, 10, "decode0", ((0, 3),), ((2, 3),), (), ()))
+        part.forget(7)
+    else:
+        part = KvSender(pool, rank_map, lambda _: None)
+        part.expect([chunk(*FIRST)])
+        part.send(chunk(*FIRST))
+        part.abort(7)
+    part.peers.connect(register)
+    return part.peers.connected("decode0")
+
+
 def run(script: Script, kill: Mapping[str, float] = {}, **options: Any) -> tuple[Script, Script, Outcome]:
     """Return what prefill and decode reported."""
     receiver = {name: options.pop(name) for name in ("reserve_at", "seconds") if name in options}
@@ -124,6 +144,12 @@ def test_a_room_is_complete_when_all_writes_are_intact():
     assert received == [[pytest.approx(0.3 + 9e-6 + 15e-6 + 1600 / 10e9, rel=1e-12), "", 3]]
     assert [report[1:] for report in sent] == [["TransferDone", 7, BYTES, "", ""]]
     assert [rank.value["open"] for rank in outcome.ranks.values()] == [0, 0]
+
+
+@pytest.mark.parametrize("pulls", [False, True], ids=["push", "pull"])
+def test_a_room_that_is_given_up_waits_for_no_peer(pulls: bool):
+    outcome = model({"prefill0.0": ("giving_up", {"pulls": pulls}), "decode0.0": ("receive", {})}, {})
+    assert outcome.ranks["prefill0.0"].value is True
 
 
 def test_a_last_chunk_that_overtakes_does_not_complete_the_room():

@@ -87,6 +87,12 @@ def test_a_prompt_of_the_same_step_is_found_as_the_engine_has_it():
     assert [row["cached_prefill"] for row in scheduled] == [0, 0, 192]
 
 
+def test_a_prompt_chosen_ahead_is_found_when_it_is_computed():
+    # the second is chosen during the forward of the first one's second chunk: only the first chunk is computed
+    table, *_ = served([(0.0, 1024, 1, [1, 2])] * 2, PREFILL, engine=ServingEngine(name="ahead", ahead=True))
+    assert [row["cached_prefill"] for row in table] == [0, 512]
+
+
 def test_requests_evict_what_was_used_least_recently():
     prompts = [(5.0 * n, 512, 1, [block]) for n, block in enumerate([1, 2, 1, 3, 2, 1])]
     small = Kv(page_size=64, pool=20 * 64 * TOKEN)  # two prompts and four pages

@@ -133,7 +133,7 @@ def test_what_comes_in_the_instant_of_connecting_goes_after_what_waits():
         if peers.connected("decode0@1"):
             moved.append(name)
         else:
-            peers.wait("decode0@1", lambda: move(name))
+            peers.wait("decode0@1", 1, lambda: move(name))
 
     move("question")
     peers.expect("decode0@1")  # all of no ranks
