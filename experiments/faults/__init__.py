@@ -129,7 +129,7 @@ def reached(tried: Iterable[Tried]) -> Table:
     rows = []
     for name in sorted(kinds, key=lambda name: (times[name], name)):
         shares = {kind: count / all_kinds[kind] for kind, count in kinds[name].items()}
-        most = max(shares, key=lambda kind: shares[kind], default="")
+        most = max(shares, key=lambda kind: (shares[kind], kinds[name][kind], kind), default="")
         rows.append([name, times[name], scenarios[name], f"{most} {shares[most]:.0%}" if most else ""])
     columns = {
         "what": "transition of a room, or message",
