@@ -226,8 +226,8 @@ class Broken:
         return failed
 
 
-def staging(rank: Rank) -> Program:
-    """Abort a room while its block is gathered, which fails half a second later; return what was reported."""
+def staging(rank: Rank, *, script: Script) -> Program:
+    """Do what *script* says, where a gather fails half a second later; return what was reported."""
     rank = replace(rank, device=Broken(rank))
     reports: Script = []
     sender = KvSender(
@@ -239,24 +239,39 @@ def staging(rank: Rank) -> Program:
     for _ in range(2):
         sender.peers.connect(decode((yield rank.channel.receive()).payload))
 
-    do(rank.clock, sender, [[0.1, "expect", *FIRST], [0.2, "grant", 0], [0.3, "send", *FIRST], [0.4, "abort", 7]])
+    do(rank.clock, sender, script)
     yield rank.clock.timeout(2.0)
     return reports, len(sender)
 
 
 def be_staged(rank: Rank, *, index: int) -> Program:
-    """Register a pool of one head and a staging ring."""
+    """Register a pool of one head and a staging ring, and return how often a slot of it was asked for."""
+    asked: list[Any] = []
     layout = replace(LAYOUT, tp=2)
     rank.endpoint.register(rank.device.allocate(layout.size), REGION)
     rank.endpoint.register(rank.device.allocate(4096), STAGING)
     rank.channel.send("prefill0.0", encode(RegisterPool("", rank.endpoint.address(), "decode0", index, layout)))
+    rank.channel.subscribe(asked.append)
     yield rank.clock.timeout(2.0)
+    return len(asked)
+
+
+def staged(script: Script) -> list[Any]:
+    decodes = {f"decode0.{index}": ("be_staged", {"index": index}) for index in range(2)}
+    programs = {"prefill0.0": ("staging", {"script": script})} | decodes
+    outcome = model(programs, {}, machine=replace(MACHINE, gpus=3))
+    return [rank.value for rank in outcome.ranks.values()]
 
 
 def test_an_aborted_room_whose_gather_fails_is_quiesced():
-    decodes = {f"decode0.{index}": ("be_staged", {"index": index}) for index in range(2)}
-    outcome = model({"prefill0.0": ("staging", {})} | decodes, {}, machine=replace(MACHINE, gpus=3))
-    assert outcome.ranks["prefill0.0"].value == [[[0.8, "RankQuiesced"]], 0]
+    script = [[0.1, "expect", *FIRST], [0.2, "grant", 0], [0.3, "send", *FIRST], [0.4, "abort", 7]]
+    assert staged(script) == [[[[0.8, "RankQuiesced"]], 0], 1, 1]
+
+
+@pytest.mark.parametrize(("position", "asked"), [(-1, 1), (0, 2)])
+def test_a_rank_that_refused_is_not_asked_again(position: int, asked: int):
+    _, refusing, other = staged([[0.1, "expect", *FIRST], [0.2, "grant", position], [0.3, "expect", *LAST]])
+    assert (refusing, other) == (asked, 2)
 
 
 # --- queues --------------------------------------------------------------------------------------------------------
