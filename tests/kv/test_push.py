@@ -21,6 +21,7 @@ from pdsim.kv.messages import (
     ReadRequest,
     RegisterPool,
     StagingReply,
+    StagingRequest,
     TransferDone,
     decode,
     encode,
@@ -246,14 +247,14 @@ def staging(rank: Rank, *, script: Script) -> Program:
 
 def be_staged(rank: Rank, *, index: int) -> Program:
     """Register a pool of one head and a staging ring, and return how often a slot of it was asked for."""
-    asked: list[Any] = []
+    heard: list[Any] = []
     layout = replace(LAYOUT, tp=2)
     rank.endpoint.register(rank.device.allocate(layout.size), REGION)
     rank.endpoint.register(rank.device.allocate(4096), STAGING)
     rank.channel.send("prefill0.0", encode(RegisterPool("", rank.endpoint.address(), "decode0", index, layout)))
-    rank.channel.subscribe(asked.append)
+    rank.channel.subscribe(lambda message: heard.append(decode(message.payload)))
     yield rank.clock.timeout(2.0)
-    return len(asked)
+    return sum(isinstance(message, StagingRequest) for message in heard)
 
 
 def staged(script: Script) -> list[Any]:
