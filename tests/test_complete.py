@@ -70,6 +70,8 @@ def test_help_explains_commands_and_keys(pdsim_says):
     status, _, err = pdsim_says("help", "kv.pol")
     assert status == 2
     assert err.startswith("pdsim: no command and no key 'kv.pol'; did you mean kv.pool?")
+    assert "did you mean engine.lease?" in pdsim_says("help", "kv.lease")[2]
+    assert "did you mean parallel.prefill.tp or parallel.decode.tp?" in pdsim_says("help", "tp")[2]
 
 
 @pytest.mark.parametrize("variables", [{}, {"NO_COLOR": "1"}])

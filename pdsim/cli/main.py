@@ -118,7 +118,10 @@ def _help_of_key(name: str, words: Sequence[str]) -> str:
         )
     if not lines:
         known = [*usage.COMMANDS, *plugins.groups(), *(key.name for key in keys.known())]
-        raise ConfigError(f"no command and no key {name!r}; {near(name, known)}see pdsim --help, or pdsim help hw")
+        last = name.rpartition(".")[2]
+        same = [key for key in known if key.rpartition(".")[2] == last]  # the right name in another group
+        hint = f"did you mean {' or '.join(same[:4])}? " if same else near(name, known)
+        raise ConfigError(f"no command and no key {name!r}; {hint}see pdsim --help, or pdsim help hw")
     return "\n".join(lines)
 
 

@@ -236,6 +236,8 @@ def load(folder: Path) -> dict[str, Any]:
 
     Raise a `ConfigError` if *folder* is not a complete run, or if its files are not what this version writes.
     """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder; name the folder of a run, such as one in results")
     missing = [name for name in FILES if not (folder / name).is_file()]
     if missing or (folder.name.endswith(INCOMPLETE) and not any((folder / name).is_file() for name in JOURNALS)):
         what = "is marked incomplete" if not missing else f"has no {', '.join(missing)}"

@@ -55,7 +55,7 @@ class OfferedLoad:
 
     def line(self, workload: Workload) -> str:
         """Return the load of both sides and the highest setting that can be served, in a sentence."""
-        sides = (f"{name} {100 * load:.2g} %" for name, load in (("prefill", self.prefill), ("decode", self.decode)))
+        sides = (f"{name} {_percent(load)}" for name, load in (("prefill", self.prefill), ("decode", self.decode)))
         verdict = "; overloaded, latencies measure the queue" if self.highest > 1 else ""
         most = self.at_most(workload)
         return f"load: {', '.join(sides)} of capacity{verdict}; transfers aside, at most {most} can be served"
@@ -85,6 +85,10 @@ class OfferedLoad:
             "decode_batch": self.decode_batch,
             "at_most": self.at_most(workload),
         }
+
+
+def _percent(load: float) -> str:
+    return f"{100 * load:.0f} %" if load >= 0.1 else f"{100 * load:.2g} %"
 
 
 def offered_load(job: Deployment, requests: Sequence[Request]) -> OfferedLoad | None:

@@ -164,7 +164,7 @@ class ServingEngine:
     ahead: bool = False  # a prefill step is chosen when the one before it has been launched, from what waits then
     # of colocated engines: a step has pieces of prompts and tokens of the batch; false: prompts go first, alone
     mixed: bool = True
-    # the same: decode steps between two looks for requests (--scheduler-recv-interval); it looks after prompts
+    # of colocated engines: decode steps between two looks for requests (--scheduler-recv-interval)
     look: PositiveInt = 1
     pipeline: NotNegativeInt = 0  # steps, while some run, from the look that finds KV to the one that uses it
     posting_holds: bool = False  # decode's next tokens wait until a read is posted (`Transfer.posted`)

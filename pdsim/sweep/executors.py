@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
@@ -116,7 +117,12 @@ class _Pool:
         # process dies.
         ours, theirs = self._spawn.Pipe()
         process = self._spawn.Process(target=_work, args=(theirs, self._measure, os.getpid()), daemon=False)
-        process.start()
+        resource_tracker.ensure_running()  # begun by the first start, it would unblock the signal
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a Python that begins prints a traceback
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         return _Worker(process, ours)
 
@@ -147,6 +153,7 @@ def _work(pipe: Connection, measure: Measure, parent: int) -> None:
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with suppress(EOFError, ConnectionError):  # the parent has ended, or given up, as with a full disk
         while True:

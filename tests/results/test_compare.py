@@ -50,6 +50,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
         ([a], "compare takes 2 to 26 folders of runs, got 1"),
         ([a, other], "transfer and serve are different experiments; compare runs of one"),
         ([a, Run(make_config(tmp_path)).folder], "a complete run is needed"),
+        ([a, tmp_path / "absent"], "absent is not a folder; name the folder of a run"),
     ):
         with pytest.raises(ConfigError, match=why):
             tables(folders)

@@ -131,6 +131,12 @@ def test_loads_from_nine_tenths_on_are_warned_of(target: float, word: str):
     assert any(note.startswith(f"warning: {word}") for note in result.notes) == bool(word)
 
 
+def test_loads_are_said_in_plain_numbers():
+    for prefill, decode, said in ((1.11, 0.0323, "111 %, decode 3.2 %"), (0.996, 0.1, "100 %, decode 10 %")):
+        load = OfferedLoad(prefill=prefill, decode=decode, rate=1.0, decode_batch=1)
+        assert load.line(Workload(arrivals="poisson")).startswith(f"load: prefill {said} of capacity")
+
+
 def test_requests_all_at_once_offer_no_rate():
     config = configured()
     requests = [Request(0.0, 100, 5), Request(0.0, 100, 5)]
