@@ -5,8 +5,8 @@
     python -m benchmarks.peers.aisimulate COMMAND trace FILE [--count N]
 
 COMMAND is ``aisimulate`` of ``pip install --pre --only-binary=:all: aisimulate``, in an environment of its own.
-*rows* predicts measured servers (`experiments.scorecard`) and prints the mean errors of both; GPUs of which
-AISimulate has no tables are left out.  *trace* prints the CPU seconds of both for a trace in Mooncake's format on
+*rows* predicts measured servers (`experiments.scorecard`) and prints the mean errors of both; GPUs that
+AISimulate has no tables of are left out.  *trace* prints the CPU seconds of both for a trace in Mooncake's format on
 four prefill and four decode GPUs, Qwen3-8B on vLLM, without a prefix cache.
 """
 

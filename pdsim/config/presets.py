@@ -374,8 +374,8 @@ def computing(
 ) -> Compute:
     """Return what ``compute=auto`` stands for in *config*; its `Compute.chosen` says why.
 
-    *values* are those of ``compute`` as composed, of which those that differ from the defaults, or are among *keys*,
-    the dotted keys set by hand, stay.  *folders* are one's own with configuration groups; *build* is the schema's.
+    *values* are those of ``compute`` as composed: those that differ from the defaults, or are among *keys*, the
+    dotted keys set by hand, stay.  *folders* are one's own with configuration groups; *build* is the schema's.
     """
     names = {key.split(".")[1] for key in keys if key.startswith("compute.")}
     base = asdict(Compute(name=AUTO))

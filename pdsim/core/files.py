@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files that somebody else may have written: they are regular, bounded, and print nothing but text.
 
-Whatever reads such a file opens it here: `regular` for what is read by line, `whole` and `text` for what is read at
+Readers of such files open them here: `regular` for what is read by line, `whole` and `text` for what is read at
 once, `yaml_text` for YAML.  A file that is refused is an `OSError`, as one that cannot be read is.
 """
 

@@ -47,7 +47,7 @@ HANDOFFS = "pdsim.handoffs"
 ROUTERS = "pdsim.routers"
 """Classes that choose instances: `pdsim.serving.policies.RouterPolicy`."""
 TRACKERS = "pdsim.trackers"
-"""Functions that are told of each point of a sweep: `pdsim.sweep.trackers`."""
+"""Functions that are called with each point of a sweep: `pdsim.sweep.trackers`."""
 
 
 @cache

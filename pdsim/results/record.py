@@ -68,7 +68,7 @@ class Result:
     notes: Sequence[str] = ()  # what a reader must know, such as an offered load above capacity
     outcome: Outcome | None = None
     offered_load: Mapping[str, Any] | None = None  # of a serving run: prefill, decode, rate, at_most
-    served: bool = False  # simulations within it served requests, of which none is kept: evidence has their sources
+    served: bool = False  # simulations within it served requests and kept none: evidence has their sources
     start: float = 0.0  # seconds on the clock of *transfers* at which the times of *requests* begin
 
     @property
