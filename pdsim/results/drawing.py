@@ -158,8 +158,8 @@ def plotly_panel(panel: Panel) -> dict[str, Any]:
 def _plotly_axis(scale: Scale, direction: int) -> dict[str, Any]:
     # Names run from left to right, and from top to bottom.
     axis: dict[str, Any] = {"title": {"text": scale.title}, "type": "log" if scale.log else "linear"}
-    if scale.log and direction > 0:
-        axis["nticks"] = 3  # more would overlap in a narrow panel
+    if scale.log:
+        axis["nticks"] = 3 if direction > 0 else 4  # more would overlap in a narrow panel
     if scale.unit in ("s", "B", "B/s"):
         axis |= {"tickformat": "~s", "ticksuffix": scale.unit, "hoverformat": ".4~s"}
     elif scale.unit == "%":

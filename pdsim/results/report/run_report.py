@@ -117,7 +117,8 @@ def _tables(run: KeptRun) -> list[Table]:
 
 def _provenance(about: Mapping[str, Any]) -> dict[str, str]:
     verb = "validate" if about["experiment"] == "validate" else "run"
-    words = [word for word in about["overrides"] if not word.startswith("output=")]
+    files = [word for word in about.get("command", ()) if word.startswith("--config-")]
+    words = [*files, *(word for word in about["overrides"] if not word.startswith("output="))]
     git = about.get("git") or {}
     origin = {
         "command": f"pdsim {verb} {join(words)}".strip(),
