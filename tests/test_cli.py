@@ -275,7 +275,7 @@ def begun(process, folder):
     ],
 )
 def test_a_signal_ends_a_run_while_its_requests_are_drawn(tmp_path, number, status, said):
-    words = ("run", "workload=poisson", "workload.count=1e9", "check.plausible=false")
+    words = ("run", "workload=poisson", "workload.count=2e8", "check.plausible=false")
     process = started(*words, cwd=tmp_path)
     begun(process, tmp_path)
     process.send_signal(number)
