@@ -130,7 +130,7 @@ def test_what_cannot_start_is_named(mooncake, change, program, error, message):
 
 
 def test_ranks_that_are_not_ready_in_time_are_named(mooncake):
-    with pytest.raises(TransferError, match=r"not ready after 0\.001 s: a; give Processes a longer startup"):
+    with pytest.raises(TransferError, match=r"not ready after 0\.001 s: a; run fewer ranks at a time"):
         only(Processes(mooncake, startup=0.001), programs.sleep, seconds=1)
 
 
