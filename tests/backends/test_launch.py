@@ -43,7 +43,7 @@ LONG = {"seconds": 60}
         ),  # with its traceback
         (programs.say_and_die, {"code": 7}, {}, {}, "exit code 7(?s:.*)\nlast words$"),
         (programs.take_memory, {"size": 1 << 25}, {}, {}, "OutOfMemory: cpu: 33554432 bytes asked for"),
-        (programs.sleep, LONG, {"deadline": 1.0}, {}, "TransferTimeout: not done after 1 s, and killed"),
+        (programs.sleep, LONG, {"deadline": 3.0}, {}, "TransferTimeout: not done after 3 s, and killed"),
         (programs.sleep, LONG, {}, {"a": 0.1}, "killed by signal 9, as was asked for$"),
         (programs.hang, {}, {"silence": 1.0}, {}, "PeerLost: silent for 1 s"),
     ],
