@@ -10,6 +10,7 @@ rich is not imported, which takes longer than many simulations.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import threading
@@ -371,10 +372,19 @@ def headline(run: Mapping[str, Any], folder: Path) -> str:
     )
     about = f"{run['experiment']} {config.get('model.name')} on {run['hw']}: {load}"
     if run["target"] != "live":
-        sides = ("decode",) if config.get("experiment.deployment") == "colocated" else ("prefill", "decode")
-        layout = " -> ".join(_divided(config, f"parallel.{side}") for side in sides)
+        sides = ["parallel.prefill", "parallel.decode"]
+        if config.get("experiment.deployment") == "colocated":  # `pdsim.serving.deployment.colocated_places`
+            one = _gpus(config, sides[0])
+            wanted = sum(_gpus(config, side) * config.get(f"{side}.instances", 1) for side in sides)
+            count = min(wanted, config.get("hw.nodes", 1) * config.get("hw.gpus", 0) or wanted) // one
+            config, sides = {**config, "parallel.prefill.instances": count}, sides[:1]
+        layout = " -> ".join(_divided(config, side) for side in sides)
         about += f", {layout}, {config.get('engine.name')}, {run['backend']}"
     return f"{about} {where}"
+
+
+def _gpus(config: Mapping[str, Any], side: str) -> int:
+    return math.prod(config.get(f"{side}.{key}", 1) for key in ("tp", "pp", "cp"))
 
 
 def _divided(config: Mapping[str, Any], side: str) -> str:

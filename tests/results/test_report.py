@@ -111,6 +111,22 @@ def test_a_run_that_served_says_what_matters_in_a_dozen_lines(config):
     assert run_report.content(folder).provenance["command"] == "pdsim run --config-dir=mine hw=toy seed=3"
 
 
+@pytest.mark.parametrize(
+    ("words", "layout"),
+    [((), "2 x TP4"), (("parallel=tp2", "parallel.decode.instances=2"), "3 x TP2"), (("hw.gpus=4",), "1 x TP4")],
+)
+def test_a_colocated_run_names_the_engines_that_served(tmp_path, words, layout):
+    own = (
+        "hw=8xh200",
+        "experiment.deployment=colocated",
+        "workload=smoke",
+        "workload.count=1",
+        f"output={tmp_path}",
+    )
+    run = pdsim.simulate(*own, *words)
+    assert f", {layout}, sglang, " in report.headline(run.about, run.folder)
+
+
 @pytest.mark.parametrize(("nodes", "path"), [(1, "intra"), (2, "inter")])
 def test_the_evidence_of_a_slow_transfer_is_of_its_path(config, nodes, path):
     sources = dict.fromkeys(("intra", "inter", "inter.descriptor", "intra.descriptor"), "assumed: here")
