@@ -31,8 +31,8 @@ __all__ = ["calibrate"]
 
 _QUICK = {"--largest": 4 << 20, "--jobs": 3, "--held": 8, "--repeat": 3}
 """Options of ``--quick``, unless they are given."""
-_ENOUGH = 90.0
-"""Seconds after which ``--quick`` begins no further job, so that it ends within three minutes."""
+_ENOUGH = 150.0
+"""Seconds within which a further job of ``--quick`` has to end, so that all ends within three minutes."""
 
 
 def calibrate(words: Sequence[str]) -> int:
@@ -121,8 +121,8 @@ def _measured(
         with terminal.Progress(f"calibrate {_where(config)}", at_once=True) as bar:
             bar(0.0, f"begins, {len(cells) + len(left)} points in {jobs} jobs, each kept in {partial}")
             for job in range(jobs):
-                if job and "--quick" in asked and time.monotonic() - began > _ENOUGH:
-                    break
+                if job and "--quick" in asked and (time.monotonic() - began) * (job + 1) / job > _ENOUGH:
+                    break  # one like those before would end too late
                 shown = within(bar, job / jobs, (job + 1) / jobs, f"job {job + 1} of {jobs},")
                 runs.append(run(compose([*chosen, f"seed={config.seed + job}"]), chosen, progress=shown))
                 samples = _samples(runs, left, config, command)

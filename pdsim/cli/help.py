@@ -272,7 +272,7 @@ Options:
   --held N          random points to hold out of the fit (default: 16)
   --repeat N        least transfers of a point; short ones run up to 50 times (default: 5)
   --jobs N          jobs of fresh ranks; the geometric mean of their medians counts (default: 9)
-  --quick           at most 3 minutes: --jobs 3 --largest 4MiB --held 8 --repeat 3, no job begun after 90 s"""
+  --quick           at most 3 minutes: --jobs 3 --largest 4MiB --held 8 --repeat 3, fewer jobs if they are slow"""
 
 PAGES["refit"] = """\
 usage: pdsim refit [published [NAME ...] | bare | options | collectives | handoffs]
