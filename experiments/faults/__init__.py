@@ -26,12 +26,15 @@ from pdsim.results.record import Metric, Result, Table
 from pdsim.transfer.job import Target
 from pdsim.verify.reached import DIAGRAMS, MESSAGES
 
-__all__ = ["FaultsOptions", "run"]
+__all__ = ["APART", "FaultsOptions", "run"]
+
+APART = 1_000_000
+"""Scenarios from those of one seed of a run to those of the next."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FaultsOptions(ExperimentOptions):
-    """What is explored: *scenarios* seeds from *first* on, or the one *seed*.
+    """What is explored: *scenarios* seeds from *first* on, `APART` more for each `Config.seed`, or the one *seed*.
 
     The same seed, number of requests, intensity and kinds are the same scenario, on any machine and with any number
     of processes. A scenario with fewer *requests* has the first ones, and suffers the same.
@@ -59,7 +62,8 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:  # no
     if config.target != "model":
         raise ConfigError(f"target={config.target}: faults are drawn on the model only; use target=model")
     options = FaultsOptions.of(config)
-    seeds = [options.seed] if options.seed is not None else range(options.first, options.first + options.scenarios)
+    first = config.seed * APART + options.first
+    seeds = [options.seed] if options.seed is not None else range(first, first + options.scenarios)
     trials = [FaultTrial(seed, options.requests, options.intensity, frozenset(options.without)) for seed in seeds]
     alike = {"requests": options.requests, "intensity": options.intensity, "without": sorted(options.without)}
     parts = CampaignParts(Path(options.parts), alike) if options.parts else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -39,8 +40,9 @@ def trial(seed: int, requests: int, kinds: str) -> FaultTrial:
     return FaultTrial(seed, requests, 0.4, frozenset(KINDS) - set(kinds.split()))
 
 
-def explore(**options: Any) -> Result:
-    config = make_config(Path("unused"), experiment=FaultsOptions(**{"scenarios": 4, "workers": 1} | options))
+def explore(seed: int = 0, **options: Any) -> Result:
+    experiment = FaultsOptions(**{"scenarios": 4, "workers": 1} | options)
+    config = make_config(Path("unused"), experiment=experiment, seed=seed)
     return run(config, None, silent)  # type: ignore[arg-type]  # scenarios bring their own
 
 
@@ -102,6 +104,12 @@ def test_parts_add_up_and_are_not_run_again(tmp_path: Path):
     assert "4 scenarios were run before" in again.notes[1]
     assert again.tables[0].rows == both.tables[0].rows == whole.tables[0].rows
     assert sum(row[1] for row in whole.tables[0].rows) == whole.values["requests"] == 20
+
+
+def test_each_seed_of_a_run_has_scenarios_of_its_own(tmp_path: Path):
+    file = tmp_path / "parts.jsonl"
+    explore(seed=2, scenarios=2, first=3, requests=2, parts=str(file))
+    assert [json.loads(line)[0] for line in file.read_text().splitlines()[1:]] == [2_000_003, 2_000_004]
 
 
 def test_parts_of_other_code_or_options_do_not_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
