@@ -299,7 +299,7 @@ def _classes() -> dict[type, list[str]]:
 
 
 def _row(key: Key, names: Sequence[str]) -> str:
-    # *names* are where its dataclass stands, the first of which is the key's; each is written in full, to be found
+    # *names* are the places of its dataclass, the key's own first; each is written in full, so that it is found
     written = ", ".join(f"`{each}{key.name.removeprefix(names[0])}`" for each in names)
     quoted = (
         key.default if key.default in ("required", "unlimited", "empty") or key.kind in KINDS else f"`{key.default}`"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files that somebody else may have written: they are regular, bounded, and print nothing but text.
 
-Readers of such files open them here: `regular` for what is read by line, `whole` and `text` for what is read at
-once, `yaml_text` for YAML.  A file that is refused is an `OSError`, as one that cannot be read is.
+Such files are opened here: by `regular` to be read line by line, by `whole` and `text` at once, by `yaml_text` as
+YAML.  A file that is refused is an `OSError`, as one that cannot be read is.
 """
 
 from __future__ import annotations

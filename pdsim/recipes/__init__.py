@@ -374,7 +374,7 @@ def _whole(engine: str, by_side: Mapping[str, Server], instances: Mapping[str, i
 
 
 def _graph_tokens(flags: Mapping[str, str]) -> int:
-    # vLLM compiles, and captures prompts up to twice the batch or 512 tokens, unless it is told otherwise
+    # vLLM compiles, and captures prompts up to twice the batch or 512 tokens, unless a flag turns that off
     # (vllm/config/vllm.py and compilation.py of 0.22.1)
     chosen = flags.get("compilation-config", "") + f" level={flags.get('optimization-level', '')}"
     if "enforce-eager" in flags or re.search(r"(mode\W*|level=)0\b|NONE|FULL_DECODE_ONLY", chosen):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What follows a sweep, told of each point as it ends: ``pdsim sweep --track NAME``, of `plugins.TRACKERS`.
+"""Trackers log each point of a sweep as it ends: ``pdsim sweep --track NAME``, a name of `plugins.TRACKERS`.
 
 A tracker is a function that takes the name of the sweep and returns one that takes the row of a point, as
 `pdsim.sweep.points.Point.row` makes it.  It is called again for points of an earlier call of the sweep, and knows

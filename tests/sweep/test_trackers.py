@@ -1,4 +1,4 @@
-"""`pdsim sweep --track`: what follows the points of a sweep is told of each, once, and cannot end it."""
+"""`pdsim sweep --track`: a tracker gets each point of a sweep once, and cannot end it."""
 
 from __future__ import annotations
 
