@@ -87,7 +87,7 @@ def test_a_violation_is_shrunk_and_printed_with_the_command_that_replays_it(monk
     monkeypatch.setattr(KvSender, "_conclude", forgetful)
     smallest, violation = shrunk(FaultTrial(3, 20, without=frozenset(KINDS) - FIRST), "I8")
     assert (smallest.requests, smallest.without, violation.invariant) == (1, frozenset(KINDS), "I8")
-    failures = explore(seed=3, requests=20, without=tuple(set(KINDS) - FIRST)).failures
+    failures = explore(first=3, requests=20, without=tuple(set(KINDS) - FIRST)).failures
     (failure,) = [text for text in failures if text.startswith("I8")]
     assert failure.endswith(smallest.command())
 
