@@ -97,7 +97,10 @@ REFUSALS = """
 rnu -> unknown command 'rnu'; did you mean run?
 serve -> 'serve' is not a command; did you mean pdsim run experiment=serve?
 hw=8xh20 seed=1 -> did you mean pdsim run hw=8xh20 seed=1?
-run --shell-completion -> unknown option --shell-completion; see pdsim run --help
+run --shell-completion -> unknown option --shell-completion; keys are written KEY=VALUE, without dashes;
+run --hw 8xh20 -> unknown option --hw; write hw=8xh20, or see pdsim run --help
+run workload.isl=1024 -> unknown key workload.isl; did you mean workload.input_mean?
+help concurrency -> no command and no key 'concurrency'; did you mean workload.users?
 show -> show needs the folder of a run, such as one in results; see pdsim show --help
 show nowhere -> nowhere is not a folder; name the folder of a run
 show . -> . has no config.yaml,

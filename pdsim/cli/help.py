@@ -383,7 +383,10 @@ def parse(command: str, words: Sequence[str]) -> tuple[list[str], dict[str, Any]
         short, equals, text = word.partition("=")
         name = _LONG.get(short, short)
         if name not in known:
-            raise ConfigError(f"unknown option {short}; {near(name, known)}see pdsim {command} --help")
+            hint = near(name, known) or "keys are written KEY=VALUE, without dashes; "
+            if short[2:] in groups():  # a choice, not an option
+                hint = f"write {short[2:]}={text or next(left, 'NAME')}, or "
+            raise ConfigError(f"unknown option {short}; {hint}see pdsim {command} --help")
         if not known[name]:
             values[name] = True
             continue

@@ -28,6 +28,7 @@ from pdsim.core import plugins
 from pdsim.core.errors import ConfigError, PdsimError, instead, near
 from pdsim.core.files import printable
 from pdsim.core.repository import data
+from pdsim.serving.settings import ELSEWHERE
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -119,6 +120,7 @@ def _help_of_key(name: str, words: Sequence[str]) -> str:
     if not lines:
         known = [*usage.COMMANDS, *plugins.groups(), *(key.name for key in keys.known())]
         last = name.rpartition(".")[2]
+        last = ELSEWHERE.get(last, last)
         same = [key for key in known if key.rpartition(".")[2] == last]  # the right name in another group
         hint = f"did you mean {' or '.join(same[:4])}? " if same else near(name, known)
         raise ConfigError(f"no command and no key {name!r}; {hint}see pdsim --help, or pdsim help hw")

@@ -32,7 +32,7 @@ from pdsim.hardware.costs import Collective, Engine, EngineModel, Jitter, Option
 from pdsim.hardware.machine import EVIDENCE, Machine
 from pdsim.kv.policy import Policy
 from pdsim.models.llm import Llm, Parallel
-from pdsim.serving.settings import Cache, Kv, Live, SchedulerLimits, ServingEngine, Slo, Workload
+from pdsim.serving.settings import ELSEWHERE, Cache, Kv, Live, SchedulerLimits, ServingEngine, Slo, Workload
 
 __all__ = [
     "ON_THE_COMMAND_LINE", "UNSAID", "Check", "Config", "ExperimentOptions", "Launch", "Simulate", "as_written",
@@ -303,7 +303,7 @@ def required(field: Field[Any]) -> bool:
 
 
 def _unknown(key: str, names: Sequence[str], at: str) -> str:
-    hint = near(key, names, join(at, "{}"))
+    hint = near(ELSEWHERE.get(key, key), names, join(at, "{}"))
     schema = "; all keys: pdsim list hw --schema" if at.partition(".")[0] == "hw" else ""
     return f"unknown key {join(at, key)}; {hint}{at or 'a configuration'} has {', '.join(names)}{schema}"
 

@@ -20,7 +20,13 @@ from pdsim.core.units import (
     Size,
 )
 
-__all__ = ["Cache", "HostCosts", "Kv", "Live", "SchedulerLimits", "ServingEngine", "Slo", "Workload"]
+__all__ = ["ELSEWHERE", "Cache", "HostCosts", "Kv", "Live", "SchedulerLimits", "ServingEngine", "Slo", "Workload"]
+
+ELSEWHERE = {
+    "isl": "input_mean", "osl": "output_mean", "qps": "rate", "request_rate": "rate", "num_prompts": "count",
+    "concurrency": "users", "max_concurrency": "users", "block_size": "page_size", "tensor_parallel_size": "tp",
+}  # fmt: skip
+"""What keys are called in servers and their load generators, and here."""
 
 
 @dataclass(frozen=True, kw_only=True)
