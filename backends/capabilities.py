@@ -16,8 +16,6 @@ from pdsim.core.errors import BackendUnavailable
 from pdsim.core.units import one_of
 from pdsim.hardware.costs import Engine
 
-__all__ = ["DEVICES", "EngineLibrary", "Variant", "declared"]
-
 DEVICES = ("gpu", "rdma", "shm", "cma")
 """Needs of a variant, named as in `backends.diagnosis.devices`: GPUs, RDMA devices, shared memory, cross-memory
 attach."""

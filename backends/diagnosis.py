@@ -18,8 +18,6 @@ from pathlib import Path
 
 from backends.capabilities import EngineLibrary
 
-__all__ = ["Diagnosis", "devices", "error_of", "gpu_count", "gpu_memory", "installed", "rdma_devices"]
-
 _INFINIBAND = Path("/sys/class/infiniband")
 
 

@@ -30,9 +30,6 @@ def load(name: str) -> Any:
     return plugins.resolve(plugins.BACKENDS, name)
 
 
-# --- what they declare ---------------------------------------------------------------------------------------------
-
-
 def variants(implementation: str) -> tuple[Variant, ...]:
     """Return what the class called *implementation* declares; without declarations, a backend of that name."""
     declared: tuple[Variant, ...] = getattr(load(implementation), "variants", ())
@@ -79,9 +76,6 @@ def _implementations() -> dict[str, str]:
             ways = variants(name)
         implementations |= {way.backend: name for way in ways}
     return implementations
-
-
-# --- what works here -----------------------------------------------------------------------------------------------
 
 
 @cache

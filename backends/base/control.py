@@ -25,8 +25,6 @@ from backends.base.zmq_channel import FAILURES, Inbox, Keys, dial
 from pdsim.core.clock import WallClock
 from pdsim.core.errors import MessageError, PeerLost
 
-__all__ = ["Card", "Control", "Handler", "PeerLine", "fields"]
-
 _HELLO, _BYE = b"hello", b"bye"
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | FAILURES
 

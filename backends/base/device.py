@@ -24,8 +24,6 @@ from pdsim.transfer import Batch, Buffer, Region
 from pdsim.transfer.batch import Arena, move
 from pdsim.transfer.group import SYMMETRIC
 
-__all__ = ["POOLS", "Cut", "HostBuffer", "HostDevice", "RealBuffer", "RealDevice", "ReservedPool", "host_buffer"]
-
 POOLS = ("default", SYMMETRIC, "nvlink")
 """The pools that `pdsim.transfer.Device` names; here they differ in nothing but their accounts."""
 

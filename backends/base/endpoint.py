@@ -48,8 +48,6 @@ from pdsim.transfer import (
     check_sides,
 )
 
-__all__ = ["RealEndpoint"]
-
 _ABANDONED: list[RealEndpoint] = []  # closed while bytes moved: their engines must live as long as the process
 
 GRACE = 0.25

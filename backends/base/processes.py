@@ -22,8 +22,6 @@ from typing import NamedTuple
 from pdsim.core.clock import WallClock
 from pdsim.core.errors import ConfigError
 
-__all__ = ["captured_stderr", "half_open", "installed", "is_dead", "myself", "prepare", "when_dead"]
-
 FIRST, LAST = 0.01, 30.0  # seconds until `when_dead` looks again, doubled each time, up to which it does
 
 
@@ -71,8 +69,6 @@ def when_dead(clock: WallClock, identity: str, action: Callable[[], object], wai
     elif wait < LAST:
         clock.call_at(clock.now + wait, lambda _: when_dead(clock, identity, action, 2 * wait), None)
 
-
-# --- TCP connections, from /proc: see proc_pid_net(5) --------------------------------------------------------------
 
 _SELF = Path("/proc/self")
 _ESTABLISHED = "01"
@@ -148,9 +144,6 @@ def half_open() -> bool:
         if len(others) != 1 or others[0] == _NOBODY or (socket.local, socket.remote) in inodes:
             return True
     return False
-
-
-# --- native engines: environment variables in, log lines out -------------------------------------------------------
 
 
 def prepare(engine: str, needed: Mapping[str, str], defaults: Mapping[str, str]) -> None:

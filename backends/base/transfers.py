@@ -17,8 +17,6 @@ from backends.base.device import RealBuffer
 from pdsim.core.clock import WallClock
 from pdsim.transfer import Batch, Region, Transfer
 
-__all__ = ["FORMAT", "Address", "Entry", "PeerState", "PostedTransfer", "PostingThreads"]
-
 FORMAT = "pdsim/1"
 
 

@@ -25,8 +25,6 @@ from pdsim.core.clock import Mailbox, WallClock
 from pdsim.core.errors import BackendUnavailable, MessageError, TransferFailed
 from pdsim.transfer import Message, Program
 
-__all__ = ["FAILURES", "LARGEST", "QUEUE", "Inbox", "Keys", "ZmqChannel", "dial", "job_keys"]
-
 LINGER_MS = 2000
 """Milliseconds for which `close` goes on sending what is queued; a live receiver takes it in microseconds."""
 

@@ -30,8 +30,6 @@ from pdsim.core.errors import (
 )
 from pdsim.hardware.costs import Collective
 
-__all__ = ["Library", "check", "gather", "library", "store", "translated", "translating", "without_pytorch"]
-
 
 class Library(ABC):
     """What moves the bytes of one group.  Raises `TransferError`s.
@@ -127,9 +125,6 @@ def check(collective: Collective) -> Iterator[str]:
 def _class(name: str) -> type[Library]:
     chosen: type[Library] = plugins.resolve(plugins.COLLECTIVES, name)
     return chosen
-
-
-# --- what the libraries of PyTorch have in common ------------------------------------------------------------------
 
 
 def without_pytorch() -> str:

@@ -16,8 +16,6 @@ from backends.base.device import HostBuffer, host_buffer
 from backends.collectives.base import Library, gather, store, translated, translating, without_pytorch
 from pdsim.transfer.group import SYMMETRIC
 
-__all__ = ["Gloo"]
-
 
 class Gloo(Library):
     """Host memory over TCP.  Symmetric memory is an account here: it is as fast as plain memory.

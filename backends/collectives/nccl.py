@@ -19,8 +19,6 @@ from backends.cuda.gather import area
 from pdsim.core.errors import BackendUnavailable
 from pdsim.transfer.group import SYMMETRIC
 
-__all__ = ["Nccl", "NcclWindow", "SymmetricMemory"]
-
 # keeps libraries from NVLink multicast, which needs rights on the switch that a rank may not have
 SWITCHES = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 

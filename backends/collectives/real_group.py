@@ -37,8 +37,6 @@ from pdsim.transfer import Buffer, TransferRecord
 from pdsim.transfer.group import SYMMETRIC, check_gather, repeated
 from pdsim.transfer.job import Rank
 
-__all__ = ["RealGroup", "RealGroups"]
-
 WATCH = 0.1  # seconds between two looks at whether the members are alive, while something is under way
 
 _TOPIC = b"group"

@@ -18,8 +18,6 @@ from pdsim.core.clock import WallClock
 from pdsim.core.errors import BackendUnavailable, TransferFailed
 from pdsim.transfer import Batch
 
-__all__ = ["Completions", "CudaBuffer", "CudaDevice"]
-
 
 class CudaBuffer(RealBuffer):
     """One allocation of a `CudaDevice`."""

@@ -17,8 +17,6 @@ import numpy.typing as npt
 from pdsim.core.errors import BackendUnavailable
 from pdsim.transfer import Batch
 
-__all__ = ["TILES", "Gather", "area", "copy_with_torch", "tiles"]
-
 Int64s = npt.NDArray[np.int64]
 
 TILES = 2048

@@ -7,8 +7,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["DeviceAddress", "copy_tiles"]
-
 
 class DeviceAddress:
     """A pointer to bytes, as Triton takes tensors."""

@@ -21,8 +21,6 @@ import numpy.typing as npt
 
 from pdsim.core.errors import BackendUnavailable, OutOfMemory, TransferFailed
 
-__all__ = ["HANDLE_BYTES", "SEGMENT", "Cudart", "cudart"]
-
 HANDLE_BYTES = 64  # of what another process needs to map memory: CUDA_IPC_HANDLE_SIZE
 SEGMENT = 2 << 20
 """Bytes that memory is allocated in.  CUDA shares whole segments of 2 MiB with other processes, so smaller pieces
@@ -73,8 +71,6 @@ class Cudart:
         self._batches = version.value >= _BATCHES_SINCE and "cudaMemcpyBatchAsync" in self._function
         self._order = _Attributes(order=_STREAM_ORDER)
 
-    # --- devices ---------------------------------------------------------------------------------------------------
-
     def devices(self) -> int:
         count = c_int()
         self._call("cudaGetDeviceCount", byref(count))
@@ -87,8 +83,6 @@ class Cudart:
         free, total = c_size_t(), c_size_t()
         self._call("cudaMemGetInfo", byref(free), byref(total))
         return total.value
-
-    # --- memory ----------------------------------------------------------------------------------------------------
 
     def allocate(self, size: int) -> int:
         """Return memory of *size* bytes on the current GPU.  Raise `OutOfMemory` if there is none."""
@@ -119,8 +113,6 @@ class Cudart:
         self.copy(address, source.ctypes.data, len(data), stream)
         self.wait(stream)
 
-    # --- other processes -------------------------------------------------------------------------------------------
-
     def share(self, address: int) -> bytes:
         """Return what another process needs to map the memory that begins at *address*: `HANDLE_BYTES`.
 
@@ -138,8 +130,6 @@ class Cudart:
 
     def unmap(self, address: int) -> None:
         self._call("cudaIpcCloseMemHandle", address)
-
-    # --- streams and events ----------------------------------------------------------------------------------------
 
     def stream(self) -> int:
         """Return a new stream on the current GPU, which waits for no other."""
@@ -172,8 +162,6 @@ class Cudart:
         if code:
             self._check("cudaEventQuery", code)
         return True
-
-    # --- copies ----------------------------------------------------------------------------------------------------
 
     def copy(self, target: int, source: int, size: int, stream: int) -> None:
         """Give *stream* one copy, wherever the addresses are."""

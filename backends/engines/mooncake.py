@@ -28,8 +28,6 @@ from backends.jobs.affinity import keep_for
 from pdsim.core.errors import BackendUnavailable, ConfigError, RegistrationError
 from pdsim.hardware.costs import Engine
 
-__all__ = ["MooncakeEndpoint"]
-
 PATIENCE = 30.0
 """Seconds that the engine goes on waiting after our deadline, for the proof that lets a transfer settle."""
 

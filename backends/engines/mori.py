@@ -29,8 +29,6 @@ from backends.capabilities import EngineLibrary, Variant
 from backends.diagnosis import rdma_devices
 from pdsim.core.errors import BackendUnavailable, ConfigError, PeerLost, RegistrationError, TransferFailed
 
-__all__ = ["MoriEndpoint", "missing"]
-
 TRANSPORTS = {"rdma": ("RDMA",), "xgmi": ("XGMI",), "rdma+xgmi": ("RDMA", "XGMI")}  # xGMI wherever it reaches
 QUEUE_PAIRS, WORKERS = 4, 4
 """Of a transfer, and the threads that post to them: SGLang's defaults.  ``MORI_IO_QP_PER_TRANSFER`` and

@@ -35,8 +35,6 @@ from backends.diagnosis import rdma_devices
 from pdsim.core.errors import BackendUnavailable, ConfigError, PeerLost, RegistrationError, TransferFailed
 from pdsim.transfer import Notification, Region
 
-__all__ = ["NixlEndpoint"]
-
 BEAT = 0.02  # seconds between two looks at an idle engine, and for which a peer is polled after its last use
 
 LO = {"UCX_NET_DEVICES": "lo"}  # or it also listens on the other interfaces, and advertises them

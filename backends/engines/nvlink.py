@@ -25,9 +25,6 @@ from backends.cuda.cuda_device import CudaBuffer, CudaDevice
 from backends.cuda.gather import Gather
 from pdsim.core.errors import ConfigError, RegistrationError, TransferFailed
 
-__all__ = ["NvlinkEndpoint"]
-
-
 CUDA = EngineLibrary("from backends.cuda.runtime import cudart; cudart()", ("torch",), "pip install 'pdsim[gpu]'")
 
 
@@ -93,8 +90,6 @@ class NvlinkEndpoint(RealEndpoint):
             self._gather.prepare()
         return f"cuda {self._gpu.cuda.version} ipc {how}"
 
-    # --- memory ----------------------------------------------------------------------------------------------------
-
     def pin(self, buffer: RealBuffer) -> bytes:
         if not isinstance(buffer, CudaBuffer):
             raise RegistrationError(
@@ -151,8 +146,6 @@ class NvlinkEndpoint(RealEndpoint):
         for address in partner.mapped.values():
             self._gpu.cuda.unmap(address)
         partner.mapped.clear()
-
-    # --- transfers -------------------------------------------------------------------------------------------------
 
     def post(self, transfer: PostedTransfer) -> None:
         partner: _Partner = transfer.peer.handle

@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 
 from pdsim.transfer.job import RankSpec
 
-__all__ = ["LEAST", "QuickProcessor", "keep_for", "pace", "shares"]
-
 LEAST = 4  # processors of a rank: for its program, its engine's threads and its driver's. With fewer, ranks may roam
 SLOWER = 1.3
 """Times the shortest `pace` seen, above which a processor is left: undisturbed ones differ by a tenth, those that

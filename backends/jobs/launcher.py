@@ -34,8 +34,6 @@ from pdsim.hardware.costs import Collective, Engine
 from pdsim.hardware.machine import NetworkLink
 from pdsim.transfer.job import Outcome, RankResult, RankSpec, ranks_named
 
-__all__ = ["SILENCE", "Processes"]
-
 SILENCE = 300.0  # seconds after which a rank that says nothing is ended, where nothing else is asked for
 CLOSING = 10.0  # seconds more that a rank may take, after its program, to close what it has open
 TAIL = 2000  # characters of a rank's output that go into the error of a rank that died

@@ -24,8 +24,6 @@ from typing import IO, Any, NoReturn
 
 from pdsim.core.errors import TransferError
 
-__all__ = ["ForkedRank", "Spawn", "WarmStart", "become", "spawn"]
-
 Spawn = Callable[[int, IO[bytes]], Any]
 """Starts a rank's process on a socket's descriptor, its output going to a file; returns what a `Popen` returns."""
 

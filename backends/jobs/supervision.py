@@ -20,8 +20,6 @@ from pdsim.hardware.costs import Collective, Engine
 from pdsim.transfer import TransferRecord
 from pdsim.transfer.log import plain
 
-__all__ = ["Alive", "Done", "Go", "Line", "Moved", "Start", "WorkerReady", "check_plain"]
-
 _LENGTH = struct.Struct("<Q")  # ahead of each message
 _LARGEST = 1 << 33  # bytes of a message: a rank's records of twenty million transfers
 

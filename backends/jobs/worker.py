@@ -33,8 +33,6 @@ from pdsim.core.errors import ConfigError, PdsimError, PeerLost
 from pdsim.transfer import TransferRecord
 from pdsim.transfer.job import Rank
 
-__all__ = ["main"]
-
 SPIN_ON_GPU = 2e-3
 """Seconds for which the clock of a rank on a GPU looks for completions without a pause: 700 MB over NVLink.
 

@@ -24,8 +24,6 @@ from backends.live.http import RequestFailed
 from backends.live.routes import RequestRoute, RequestRow
 from pdsim.serving.workload import HASHED, Request
 
-__all__ = ["encoded", "replay", "token_ids"]
-
 LEAD = 0.25  # seconds from the start of the clock to the first possible arrival
 AHEAD = 64 << 20  # bytes of prompts that are made before they are due
 SPARE = 0.02  # seconds before an arrival in which no prompt is made
@@ -138,9 +136,6 @@ def _uncollected() -> Iterator[None]:
     finally:
         gc.unfreeze()
         gc.enable()
-
-
-# --- prompts of exact length: token ids drawn from a seed ----------------------------------------------------------
 
 
 WORDS = ("the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not")

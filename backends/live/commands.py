@@ -22,8 +22,6 @@ from pdsim.config import Config
 from pdsim.models.llm import Side
 from pdsim.serving.settings import Kv
 
-__all__ = ["MODULES", "ServerLaunch", "gpus_needed", "launches", "refusals"]
-
 MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
 """The module of each engine that is its HTTP server."""
 

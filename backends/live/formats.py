@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-__all__ = ["Format", "OpenAiChat", "OpenAiCompletions", "SglangGenerate", "StreamChunk", "reason"]
-
 
 class StreamChunk(NamedTuple):
     """The contents of a chunk of a stream."""

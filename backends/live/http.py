@@ -13,8 +13,6 @@ import msgspec
 
 from backends.live.formats import reason
 
-__all__ = ["LiveServer", "RequestFailed", "answer", "events", "session"]
-
 
 class RequestFailed(Exception):
     """A request that ended without all its tokens; the message is its status."""

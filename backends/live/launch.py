@@ -21,8 +21,6 @@ from urllib.request import urlopen
 from backends.live.commands import ServerLaunch
 from pdsim.core.errors import BackendUnavailable
 
-__all__ = ["started"]
-
 LINE = 300  # characters of a log's line that go into the error of a server that did not start
 _ERROR = re.compile(r"\b[A-Z]\w*(?:Error|Exception|Exit)\b: .*")
 """The last line of a traceback, wherever an engine's logger puts it."""

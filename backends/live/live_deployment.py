@@ -32,8 +32,6 @@ from pdsim.core.errors import BackendUnavailable, ConfigError
 from pdsim.core.progress import ShowProgress
 from pdsim.serving.workload import Request
 
-__all__ = ["Ended", "LiveDeployment", "Served", "deployed", "engine_of", "problems"]
-
 METRICS = "metrics.parquet"
 """The file, beside those of every run, with what the servers reported while they were measured."""
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from backends.live.http import LiveServer
 
-__all__ = ["Histogram", "MetricSample", "Page", "Sampler", "difference", "parse"]
-
 _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
 _BOUND = re.compile(r'(?:^|,)le="([^"]*)"')
 

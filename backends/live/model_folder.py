@@ -13,8 +13,6 @@ from typing import Any
 from pdsim.core.errors import ConfigError
 from pdsim.models.llm import Llm
 
-__all__ = ["problem", "write"]
-
 
 def problem(model: Llm) -> str:
     """Return why *model* cannot be served with dummy weights, in one line, or nothing if it can."""

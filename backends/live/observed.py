@@ -19,9 +19,6 @@ from pdsim.core import files
 from pdsim.core.errors import ConfigError
 from pdsim.serving.workload import Request
 
-__all__ = ["FORMATS", "Observed", "read", "served", "trace"]
-
-
 Observed = tuple[Request, RequestRow]
 """A request that somebody else measured; its arrival, too, is in seconds on the clock of its log."""
 
@@ -71,9 +68,6 @@ def served(observed: list[Observed], source: str) -> tuple[list[Request], Served
 def _from_the_first(observed: list[Observed]) -> tuple[list[Request], float]:
     start = observed[0][0].arrival
     return [Request(one.arrival - start, one.input, one.output, None) for one, _ in observed], start
-
-
-# --- one reader a log ----------------------------------------------------------------------------------------------
 
 
 def _observed(start: float, given: int, came: int, first: float | None, last: float | None, **row: Any) -> Observed:

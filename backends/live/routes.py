@@ -24,8 +24,6 @@ from backends.live.formats import Format, StreamChunk, reason
 from backends.live.http import LiveServer, RequestFailed, answer, events
 from pdsim.serving.workload import Request
 
-__all__ = ["Direct", "RequestRoute", "RequestRow", "SglangPair", "VllmPair"]
-
 
 @dataclass(slots=True)
 class RequestRow:

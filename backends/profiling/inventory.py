@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 from pdsim.compute.shapes import layer_shape, products
 from pdsim.models.llm import Llm
 
-__all__ = ["COLUMNS", "TIMES", "Subject", "allreduces", "plan"]
-
 COLUMNS = (
     *("operator", "kernel", "mode", "dtype", "model", "tp", "layers", "tokens", "n", "k", "batch", "context"),
     *("heads", "kv_heads", "head_dim", "value_dim", "experts", "hit", "per_token", "width", "gpus", "round"),

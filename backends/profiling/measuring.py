@@ -24,8 +24,6 @@ from backends.profiling.inventory import COLUMNS, TIMES, described
 from backends.profiling.operators import DecoderStack, attend, build
 from backends.profiling.stopwatch import Stopwatch, Timing
 
-__all__ = ["main"]
-
 
 class _Measurer:
     """Measures cases one after the other, keeping the decoder of the last whole forward.
@@ -115,8 +113,6 @@ class _Measurer:
         shared = torch.tensor([value], device=self.device)
         dist.all_reduce(shared, dist.ReduceOp.MAX)
         return float(shared.item())
-
-    # --- all-reduces -----------------------------------------------------------------------------------------------
 
     def connect(self, path: str) -> None:
         if self.device != "cpu":

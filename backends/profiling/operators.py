@@ -20,8 +20,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backends.profiling.stopwatch import MOST, copies
 
-__all__ = ["DecoderStack", "attend", "build"]
-
 Case = Mapping[str, Any]
 Call = Callable[[], object]
 Made = tuple[int, int, Callable[[], Call]]  # bytes of a call's inputs, most copies of them, what makes one

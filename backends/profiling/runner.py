@@ -24,8 +24,6 @@ from backends.profiling.inventory import allreduces
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress, silent
 
-__all__ = ["ProfiledDevice", "device", "measure"]
-
 Rows = list[dict[str, str]]
 _RESTARTS = 3
 

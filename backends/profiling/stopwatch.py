@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["COLD", "MOST", "Stopwatch", "Timing", "copies"]
-
 COLD = 192 << 20  # bytes that the copies of a case's inputs have together: three times the L2 cache of an H200
 MOST = 256  # copies, of inputs that are small
 Call = Callable[[], object]

@@ -27,8 +27,6 @@ from pdsim.hardware.costs import Engine, EngineModel
 from pdsim.hardware.machine import Machine
 from pdsim.results.record import Table, commit
 
-__all__ = ["Fitted", "base_of", "fitted", "job_spread", "link_of", "parameter_table", "save", "table"]
-
 _DRAWN = "drawn at random, and held out from the start"
 _ALONE = 40  # up to so many samples, each is left out in turn; more are left out in ten folds
 

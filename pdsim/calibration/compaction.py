@@ -19,11 +19,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pdsim.calibration.kernels import NUMBERS, Row
+from pdsim.calibration.kernels import NUMBERS
+from pdsim.compute.row_work import Row
 from pdsim.compute.tables import Grid, Key
 from pdsim.core.errors import ConfigError
-
-__all__ = ["KINDS", "Kind", "Summary", "about", "compact", "published", "tables_of"]
 
 Columns = dict[str, npt.NDArray[Any]]
 Floats = npt.NDArray[np.float64]

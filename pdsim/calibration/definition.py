@@ -19,8 +19,6 @@ import numpy as np
 from pdsim.core.units import NotNegative, Positive, PositiveInt, Seconds
 from pdsim.hardware.costs import Engine
 
-__all__ = ["Calibration", "HeldOut", "drawn", "measure", "on_host", "widening"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
@@ -107,8 +105,6 @@ def widening(factor: float) -> float:
     """
     return 1.0 + math.log2(max(1.0, factor))
 
-
-# --- other hosts ---------------------------------------------------------------------------------------------------
 
 TURNS = 200_000
 """Turns of the loop that `measure` times, as in the rows "host" of `data/benchmarks/probe-*.parquet`."""

@@ -18,8 +18,6 @@ from pdsim.core.units import Rate
 from pdsim.hardware.costs import EngineModel
 from pdsim.hardware.machine import Machine
 
-__all__ = ["EXPECTED", "TOLERANCE", "Explanation", "Timing", "explanations", "timings"]
-
 EXPECTED = "as expected"
 TOLERANCE = 0.25
 """What the times may differ by in the mean and still be as expected: twice the median error of NIXL with its thread
@@ -119,8 +117,6 @@ def _unexplained(samples: Sequence[Sample], model: EngineModel, line: Rate, spli
     ratios.append(np.array([one.posting for one in samples])[known] / model.posting(blocks[known]))
     return float(np.expm1(np.mean(np.abs(np.log(np.concatenate(ratios))))))
 
-
-# --- what to do ----------------------------------------------------------------------------------------------------
 
 _OF_TCP = "read which transport its log names: UCX_TLS, MC_FORCE_TCP, /dev/infiniband in the container"
 _OF_HOST = "its processor is slow or busy: pdsim doctor --host; post from a thread and a core of its own"

@@ -21,8 +21,6 @@ from pdsim.calibration.samples import Sample, Samples
 from pdsim.core import files
 from pdsim.core.errors import ConfigError
 
-__all__ = ["FORMATS", "SERVED", "read", "tool_of"]
-
 SERVED = ("vllm", "nixl", "mooncake")
 """Formats of what engines log while they serve."""
 

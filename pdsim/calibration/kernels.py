@@ -22,11 +22,6 @@ from pdsim.compute.row_work import Row, merged, operator_of, work
 from pdsim.core.errors import ConfigError
 from pdsim.models.llm import Llm
 
-__all__ = [
-    "NUMBERS", "OPERATORS", "Errors", "KernelFit", "Row", "fit", "fit_roof", "forward_of", "layer_launch",
-    "row_seconds", "rows_of", "split",
-]  # fmt: skip
-
 NUMBERS = (
     "tp", "layers", "tokens", "n", "k", "batch", "context", "heads", "kv_heads", "head_dim", "value_dim", "experts",
     "hit", "per_token", "width", "gpus", "round", "repeats",

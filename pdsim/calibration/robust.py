@@ -14,8 +14,6 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["LOGARITHM", "SHARE", "Floats", "Ints", "Solution", "Space", "bootstrap", "linear", "robust_fit"]
-
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
 Values: TypeAlias = dict[str, float]

@@ -26,11 +26,6 @@ from pdsim.core.errors import ConfigError
 from pdsim.core.units import positive
 from pdsim.transfer import TransferRecord
 
-__all__ = [
-    "Cell", "Floor", "Sample", "Samples", "floor", "from_transfers", "grid", "read", "reads", "repeats",
-    "write", "write_points",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:

@@ -22,11 +22,6 @@ from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress, silent, within
 from pdsim.hardware.costs import EngineModel, Ramp
 
-__all__ = [
-    "FORMS", "LEAST", "OF_READS", "Fit", "Form", "Points", "choose", "errors", "fit", "held_out", "identifiable",
-    "points_of", "read_overhead", "simplest", "start_of", "summary", "with_concurrency",
-]  # fmt: skip
-
 Intervals: TypeAlias = Mapping[str, tuple[float, float]]
 
 SCALE = 0.02  # the relative error from which on a sample counts less: about what repeats of a transfer differ by

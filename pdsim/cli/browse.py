@@ -19,8 +19,6 @@ from pdsim.results.report.page import Content, Explore, page
 from pdsim.results.slo import SloLimits, parse_slo
 from pdsim.sweep import collect
 
-__all__ = ["serve", "server"]
-
 Make = Callable[[Path, SloLimits | None], Content]
 
 

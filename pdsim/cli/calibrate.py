@@ -27,8 +27,6 @@ from pdsim.core.errors import ConfigError
 from pdsim.core.progress import within
 from pdsim.results import record, store, terminal
 
-__all__ = ["calibrate"]
-
 _QUICK = {"--largest": 4 << 20, "--jobs": 3, "--held": 8, "--repeat": 3}
 """Options of ``--quick``, unless they are given."""
 _ENOUGH = 150.0
@@ -92,9 +90,6 @@ def calibrate(words: Sequence[str]) -> int:
     )
     print(f"calibration: {path}\nsamples: {path.with_suffix('.csv')}{kept}")  # noqa: T201
     return 0
-
-
-# --- samples -------------------------------------------------------------------------------------------------------
 
 
 def _measured(

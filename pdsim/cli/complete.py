@@ -15,8 +15,6 @@ from pdsim.cli import help as usage
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
 
-__all__ = ["complete", "parser", "script", "values"]
-
 
 def script() -> str:
     """Return what the shell evaluates to complete ``pdsim``.  Raise a `ConfigError` without argcomplete."""

@@ -28,8 +28,6 @@ from pdsim.results.kept import KeptRun
 from pdsim.results.record import Table
 from pdsim.transfer import TransferRecord
 
-__all__ = ["diagnose"]
-
 _LARGEST = 64 << 20  # bytes of a metrics page
 _UNEXPLAINED = 0.5  # beyond it the best cause is none
 _PATIENCE = 10.0  # seconds for one

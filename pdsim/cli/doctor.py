@@ -24,9 +24,6 @@ from pdsim.core.plugins import conf, describe, groups, options
 from pdsim.core.units import format_size, parse_time
 from pdsim.version import __version__
 
-__all__ = ["host", "report"]
-
-
 _PACKAGES = {
     "scipy": ("pdsim calibrate cannot fit", "calibrate"),
     "plotly": ("pdsim report writes no page", "report"),

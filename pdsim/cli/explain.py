@@ -21,8 +21,6 @@ from pdsim.results.record import Table
 from pdsim.results.terminal import share
 from pdsim.sweep.what_if import WHAT_IFS, Figures, try_exchanges, try_what_ifs
 
-__all__ = ["explain_one", "explain_two"]
-
 _LEAST = 0.001
 """Share of the time from which on a cause is relieved."""
 _SHOWN = {"e2e": "end to end", "ttft": "TTFT", "ttft_p99": "TTFT p99", "tpot": "TPOT", "handoff": "KV transfer"}

@@ -18,8 +18,6 @@ import pdsim
 from pdsim.core.errors import ConfigError, near
 from pdsim.core.plugins import groups, options
 
-__all__ = ["COMMANDS", "flags", "of", "overview", "parse", "plain_name"]
-
 COMMANDS = {
     "run": "run an experiment on the model or on a real engine, and keep its results",
     "sweep": "run every combination of values, on all cores, Ray or Slurm; repeat the command to resume",

@@ -22,8 +22,6 @@ from pdsim.sweep import best as ranking
 from pdsim.sweep import collect
 from pdsim.validation import sealed
 
-__all__ = ["best", "compare", "explain", "export", "folders", "report", "show", "timeline"]
-
 Asked = Mapping[str, Any]
 
 

@@ -33,8 +33,6 @@ from pdsim.serving.settings import ELSEWHERE
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command in *arguments*, by default those of the process, and return the exit status.

@@ -19,8 +19,6 @@ from pdsim.core.errors import ConfigError
 from pdsim.results import terminal
 from pdsim.results.store import Run, make, whole_file
 
-__all__ = ["observe"]
-
 
 def observe(words: Sequence[str]) -> int:
     """Read the log that *words* name, write what it holds, print it, and return the exit status.

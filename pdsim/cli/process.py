@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn, TextIO
 
-__all__ = ["Interrupted", "beginning", "begun", "ended", "only_json", "terminable"]
-
 
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C while a command is at work.

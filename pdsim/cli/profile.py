@@ -25,6 +25,7 @@ from pdsim.calibration import kernels as fits
 from pdsim.cli.help import parse, plain_name
 from pdsim.compute.forward import peaks
 from pdsim.compute.kernels import Kernels, Roof
+from pdsim.compute.row_work import Row
 from pdsim.config import Config, load
 from pdsim.config.compose import CommandLine, compose, initialized, plain
 from pdsim.core import files
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
     from backends.profiling.runner import ProfiledDevice
     from pdsim.calibration.compaction import Summary
     from pdsim.compute.tables import Grid
-
-__all__ = ["profile", "read"]
 
 _MODELS = (
     "qwen3-8b,llama-3.1-8b,llama-3.1-70b:4:4,llama-3.1-70b:8:8,qwen3-30b-a3b:1:8,deepseek-v3:8:1,qwen3-8b:2,"
@@ -208,7 +207,7 @@ def _from_tables(source: Path, tables: tuple[str, str], config: Config, path: Pa
     return _fitted(config, path, rows, title)
 
 
-def _fitted(config: Config, path: Path, rows: list[fits.Row], title: str, models: Sequence[str] = ()) -> int:
+def _fitted(config: Config, path: Path, rows: list[Row], title: str, models: Sequence[str] = ()) -> int:
     fit = fits.fit(rows, peaks(config.hw), config.hw.gpu.name if config.hw.gpu else config.hw.name)
     heads = {"what": "", "rows": "", "median %": "of the absolute error", "p95 %": "", "bias %": "median, signed"}
     errors = [[one.what, one.count, 100 * one.median, 100 * one.p95, 100 * one.bias] for one in fit.errors]

@@ -17,8 +17,6 @@ from pdsim.recipes import Recipe, servers, translated
 from pdsim.results.record import Table
 from pdsim.results.terminal import program, show_lines, show_table
 
-__all__ = ["recipe"]
-
 
 def recipe(words: Sequence[str]) -> int:
     """Print the configuration of the deployment that *words* name, or run it; return the exit status.

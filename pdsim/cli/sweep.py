@@ -35,8 +35,6 @@ from pdsim.sweep.points import Axis, Point, axes, combinations, name_of
 from pdsim.sweep.trackers import Track
 from pdsim.version import __version__
 
-__all__ = ["OptunaSearch", "Space", "executor_of", "space_of", "sweep"]
-
 
 def sweep(words: Sequence[str]) -> int:
     """Run every point of *words*, or those that an earlier call has not, and return the exit status.

@@ -34,11 +34,6 @@ from pdsim.kv.policy import Policy
 from pdsim.models.llm import Llm, Parallel
 from pdsim.serving.settings import ELSEWHERE, Cache, Kv, Live, SchedulerLimits, ServingEngine, Slo, Workload
 
-__all__ = [
-    "ON_THE_COMMAND_LINE", "UNSAID", "Check", "Config", "ExperimentOptions", "Launch", "Simulate", "as_written",
-    "build", "canonical", "config_yaml", "convert", "costs_on", "covers", "defaults", "load", "numbers", "plain",
-]  # fmt: skip
-
 
 def _address(text: object) -> str:
     try:

@@ -26,11 +26,6 @@ if TYPE_CHECKING:
 
     from pdsim.config import Config
 
-__all__ = [
-    "CommandLine", "compose", "composed", "explain", "initialized", "leaves", "load", "places", "plain", "ready",
-    "resolved", "set_keys", "typed",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, kw_only=True)
 class CommandLine:

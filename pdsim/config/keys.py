@@ -18,8 +18,6 @@ from pdsim.core import plugins
 from pdsim.core.units import format_rate, format_size, format_time, is_number
 from pdsim.kv.policy import Policy
 
-__all__ = ["Key", "annotated", "dataclasses_in", "known", "named", "now", "of", "type_of"]
-
 _KINDS = {
     "Seconds": "time", "Size": "size", "Rate": "rate", "Flops": "FLOPS", "Count": "count", "Frequency": "per second",
     "str": "text",

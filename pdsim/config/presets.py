@@ -27,11 +27,6 @@ from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
 from pdsim.models.llm import Side
 
-__all__ = [
-    "AUTO", "KEYS", "RELEASES", "Setting", "computing", "family", "filled", "left_open", "notes", "of_servers",
-    "opened", "release", "settings",
-]  # fmt: skip
-
 _Config = TypeVar("_Config")  # a `pdsim.config.Config`, which imports this
 
 AUTO = "auto"

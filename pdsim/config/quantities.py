@@ -19,8 +19,6 @@ from pdsim.config import Config, covers, hints_of
 from pdsim.core import units
 from pdsim.core.errors import ConfigError
 
-__all__ = ["BOUNDS", "check", "usual"]
-
 _DAY = 86400.0
 _MONTH = 30 * _DAY
 _FEW, _MANY = 1, 10**5  # counts in a machine or a model

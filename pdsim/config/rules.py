@@ -26,8 +26,6 @@ from pdsim.serving.policies import handoff_of
 from pdsim.serving.settings import Live, Workload
 from pdsim.transfer.job import Place
 
-__all__ = ["check", "notes"]
-
 
 def check(config: Config) -> None:
     """Raise a `ConfigError` with one line for each reason why *config* cannot be run, if there are any.

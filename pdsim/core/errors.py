@@ -86,9 +86,6 @@ class TransferFailed(TransferError):
     """The engine reported another failure, in its own words.  Also raised for an address that is none."""
 
 
-# --- messages ------------------------------------------------------------------------------------------------------
-
-
 def near(word: str, known: Iterable[str], template: str = "{}") -> str:
     """Return a question about the one of *known* that is closest to *word*, or nothing if none is close.
 

@@ -16,8 +16,6 @@ from pathlib import Path
 
 from pdsim.core.errors import ConfigError
 
-__all__ = ["bounded_yaml", "printable", "regular", "text", "whole", "yaml_text"]
-
 _WHOLE = 256 << 20
 """Bytes of a file that is read at once."""
 

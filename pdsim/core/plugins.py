@@ -101,9 +101,6 @@ def missing(group: str, name: str) -> str:
     return str(resolve(group, name).missing()) if name in names(group) else ""
 
 
-# --- configuration groups ------------------------------------------------------------------------------------------
-
-
 def conf() -> Path:
     """Return the folder of the configuration groups, without importing it."""
     spec = find_spec("conf")

@@ -141,9 +141,6 @@ def is_number(text: str) -> bool:
     return True
 
 
-# --- guards --------------------------------------------------------------------------------------------------------
-
-
 def positive(owner: str, **values: float) -> None:
     """Raise a `ValueError`, such as "hw.nic.rate must be > 0, got 0", unless all *values* are > 0; NaN is not."""
     for name, value in values.items():

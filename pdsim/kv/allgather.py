@@ -21,8 +21,6 @@ from pdsim.transfer import Batch, Buffer, Program, Region
 from pdsim.transfer.group import SYMMETRIC, Group
 from pdsim.transfer.job import Rank
 
-__all__ = ["MEMORIES", "PaddedAllGather", "Split", "allocate", "pools", "zigzag"]
-
 Int64s = npt.NDArray[np.int64]
 
 MEMORIES = ("plain", "symmetric", "both")

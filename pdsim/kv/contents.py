@@ -30,8 +30,6 @@ from pdsim.kv.policy import Policy
 from pdsim.transfer import Buffer
 from pdsim.transfer.job import Rank
 
-__all__ = ["EVERY", "Contents", "KvPool"]
-
 INLINE = Policy()
 """Everything is posted at once, and metadata lies on the device."""
 

@@ -25,8 +25,6 @@ from pdsim.transfer import Batch, Peer, Region
 from pdsim.transfer.batch import LazyBatch
 from pdsim.transfer.job import Rank
 
-__all__ = ["PATHS", "BlockPlan", "DecodePeer", "Peers", "Planner", "Write", "block_plans", "in_layers", "planner"]
-
 PATHS = ("grouped", "sliced", "staged", "metadata")
 """How a chunk goes to a rank.
 

@@ -13,8 +13,6 @@ from typing import Annotated
 from pdsim.core.errors import ConfigError
 from pdsim.core.units import NotNegativeInt, Seconds
 
-__all__ = ["POOLS", "VARIABLES", "Policy", "Staging", "described"]
-
 POOLS = {"default": ("write", "device"), "nvlink": ("control", "host"), "intra_node_nvlink": ("write", "device")}
 """Path and memory of first-token metadata by the pool of KV memory, as SGLang's `send_aux` has them: a write after
 the KV, except that the NVLINK pool cannot carry host memory and uses TCP ("control")."""

@@ -23,8 +23,6 @@ from pdsim.kv.plan import Peers, Planner, planner
 from pdsim.kv.push import when_settled
 from pdsim.transfer import Notification, Peer, Transfer
 
-__all__ = ["KvReader", "KvSource", "first"]
-
 
 @dataclass(slots=True)
 class _ComputedRoom:

@@ -38,8 +38,6 @@ from pdsim.transfer import Batch, Buffer, Peer, Program, Region, Transfer, Write
 from pdsim.transfer.batch import single_descriptor
 from pdsim.transfer.job import Rank
 
-__all__ = ["GatherBuffers", "KvSender", "Queues", "when_settled"]
-
 T = TypeVar("T")
 
 

@@ -31,8 +31,6 @@ from pdsim.kv.policy import Staging
 from pdsim.kv.rooms import OVER, ExpiringMap
 from pdsim.transfer import Notification
 
-__all__ = ["KvReceiver", "Ring", "Slot", "StagingReceiver"]
-
 
 @dataclass(slots=True)
 class _IncomingRoom:

@@ -17,8 +17,6 @@ from typing import Any
 from pdsim.core import files, plugins
 from pdsim.core.errors import ConfigError, near
 
-__all__ = ["expanded", "find", "read"]
-
 UNREAD = {
     "hybrid_override_pattern": "layers of mamba or of an MLP alone",
     "layers_block_type": "layers of mamba or of an MLP alone",

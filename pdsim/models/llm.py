@@ -9,9 +9,6 @@ from typing import Annotated, Any
 
 from pdsim.core.units import Count, NotNegativeInt, PositiveInt
 
-__all__ = ["DTYPES", "FOUR_BITS", "Hybrid", "Llm", "Parallel", "Side"]
-
-
 DTYPES = {"bf16": 2, "fp16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "fp32": 4}
 """Bytes of an element by the name of its type; of those of one size, the first is the one usually meant."""
 FOUR_BITS = {"nvfp4": 9 / 16, "mxfp4": 17 / 32, "int4": 33 / 64}

@@ -22,8 +22,6 @@ from pdsim.core.files import bounded_yaml
 from pdsim.kv.policy import VARIABLES, described
 from pdsim.models.huggingface import expanded
 
-__all__ = ["Recipe", "Server", "servers", "translated"]
-
 STARTS = (
     ("vllm", re.compile(r"vllm serve|-m vllm\.entrypoints\.\S+|-m dynamo\.vllm")),
     ("sglang", re.compile(r"sglang serve|-m sglang\.launch_server|-m dynamo\.sglang")),

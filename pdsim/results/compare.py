@@ -26,8 +26,6 @@ from pdsim.results.slo import SloLimits, met
 from pdsim.results.store import load
 from pdsim.results.terminal import headline, share
 
-__all__ = ["as_dict", "tables"]
-
 _LEFT_OUT = ("output", "calibration.", "hydra.", "backend.implementation", "backend.modelled", "backend.measured_on")
 """How keys begin that say where a number comes from or where results go."""
 _UNUSED: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
@@ -144,8 +142,6 @@ def _multiples(values: Sequence[Any]) -> list[float | None]:
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
-
-# --- for people ----------------------------------------------------------------------------------------------------
 
 _FORMATS: Mapping[Any, Callable[[float], str]] = {
     units.parse_time: units.format_time,

@@ -20,11 +20,6 @@ import numpy.typing as npt
 
 from pdsim.core.errors import ConfigError
 
-__all__ = [
-    "DARK", "FORMATS", "HEIGHT", "LIGHT", "Figure", "Marks", "Panel", "Scale", "cumulative", "image", "plotly_panel",
-    "thinned",
-]  # fmt: skip
-
 LIGHT = ("#0072b2", "#d55e00", "#009e73", "#b8518f", "#a66f00", "#3a8fc4", "#6b5b95", "#5f6368")
 DARK = ("#56b4e9", "#ff9248", "#2fcf9f", "#e89ac7", "#f0c14b", "#9ad1f5", "#b9a7e8", "#b8bec5")
 """Colours of series: Okabe and Ito's, which most colour-blind people tell apart, darker or lighter for contrast."""

@@ -20,8 +20,6 @@ from pdsim.hardware.machine import EVIDENCE
 from pdsim.transfer import TransferRecord
 from pdsim.transfer.log import TransferShape, endpoints, shapes
 
-__all__ = ["HostSpread", "extrapolations", "gather", "host_note", "host_spread", "kinds", "texts", "weakest"]
-
 DRAWS = 1000
 """Hosts that `host_spread` draws."""
 

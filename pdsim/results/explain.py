@@ -17,8 +17,6 @@ from pdsim.results.kept import KeptRun
 from pdsim.results.record import Table
 from pdsim.results.terminal import share
 
-__all__ = ["accounts", "causes", "difference"]
-
 PHASES = {
     "queueing": "waiting for pages, for an engine, for a place in a batch",
     "handshake": "from decode pages reserved to prefill knowing them",

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from pdsim.results.kept import KeptRun
 
-__all__ = ["FORMATS", "exported", "named"]
-
 FORMATS = ("aiperf", "nixlbench", "vllm", "sglang")
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
@@ -89,9 +87,6 @@ def named(run: KeptRun, engine: str) -> pa.Table:
     return pa.table({name: values[key] for key, name in NAMES[engine].items() if key in values})
 
 
-# --- Prometheus ----------------------------------------------------------------------------------------------------
-
-
 def _prometheus(run: KeptRun, engine: str) -> str:
     label = f'model_name="{run.config["model.name"]}"'
     lines: list[str] = []
@@ -106,8 +101,6 @@ def _prometheus(run: KeptRun, engine: str) -> str:
         lines += [f"{name}_sum{{{label}}} {sum(values):.9g}", f"{name}_count{{{label}}} {len(values)}"]
     return "\n".join(lines) + "\n"
 
-
-# --- AIPerf --------------------------------------------------------------------------------------------------------
 
 _STATS = ("avg", "min", "max", "sum", "p1", "p5", "p10", "p25", "p50", "p75", "p90", "p95", "p99", "std")
 _HEADERS = {
@@ -206,8 +199,6 @@ def _csv(metrics: Mapping[str, Mapping[str, Any]]) -> str:
         writer.writerow([titles[name], f"{metrics[name]['avg']:.2f}"])
     return buffer.getvalue()
 
-
-# --- nixlbench -----------------------------------------------------------------------------------------------------
 
 _COLUMNS = (
     "Block Size (B)", "Batch Size", "B/W (GB/Sec)", "Avg Lat. (us)", "Avg Prep (us)", "P99 Prep (us)",

@@ -14,8 +14,6 @@ from pdsim.results import schema, store, terminal
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["KeptRun"]
-
 
 @dataclass(frozen=True)
 class KeptRun:

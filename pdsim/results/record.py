@@ -31,11 +31,6 @@ from pdsim.transfer import TransferRecord
 from pdsim.transfer.job import Outcome
 from pdsim.version import __version__
 
-__all__ = [
-    "BATCHES", "METHOD", "PERCENTILES", "Metric", "Result", "Table", "commit", "distribution", "environment",
-    "half_width", "here", "intervals", "label", "mean", "needed", "pareto", "percentile", "trend",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Metric:

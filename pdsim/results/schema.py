@@ -32,28 +32,6 @@ from pdsim.transfer.log import ArrayColumn, logs
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = [
-    "INSTANTS",
-    "LIVE",
-    "OPTIONAL",
-    "REQUESTS",
-    "SAMPLES",
-    "TRANSFERS",
-    "VERSION",
-    "Column",
-    "arrow_array",
-    "read_about",
-    "read_configuration",
-    "read_nested",
-    "read_points",
-    "read_summary",
-    "read_table",
-    "requests_table",
-    "samples_table",
-    "transfers_table",
-    "transfers_tables",
-]
-
 VERSION = 1
 
 ROW_GROUP = 1 << 17

@@ -11,8 +11,6 @@ from pdsim.core.errors import ConfigError
 from pdsim.core.units import format_time, parse_time
 from pdsim.results import schema
 
-__all__ = ["LATENCIES", "SloLimits", "met", "parse_slo"]
-
 LATENCIES = ("ttft", "tpot", "e2e")
 
 

@@ -32,7 +32,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
-from pdsim.config import Config, as_written, config_yaml, plain
+from pdsim.config import Config, config_yaml, plain
 from pdsim.core.errors import ConfigError
 from pdsim.results import evidence, schema
 from pdsim.results.record import Result, environment
@@ -41,11 +41,6 @@ from pdsim.transfer.log import shapes
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-__all__ = [
-    "FILES", "INCOMPLETE", "JOURNALS", "Journal", "JournalFile", "Run", "as_written", "entries", "load",
-    "make", "whole_file",
-]  # fmt: skip
 
 FILES = ("config.yaml", "requests.parquet", "run.json", "summary.json", "transfers.parquet")
 INCOMPLETE = ".incomplete"

@@ -27,20 +27,6 @@ from pdsim.core.units import format_time
 from pdsim.results import evidence, schema, store
 from pdsim.results.record import Table
 
-__all__ = [
-    "Progress",
-    "alike",
-    "as_json",
-    "brief_lines",
-    "group",
-    "headline",
-    "program",
-    "share",
-    "show",
-    "show_lines",
-    "show_table",
-]
-
 GOAL = 0.99
 """Share of requests that is to meet the SLO."""
 _STYLES = {"failed": "red", "warning": "yellow"}  # of lines of `brief_lines`, by how they begin

@@ -24,8 +24,6 @@ from pdsim.results.store import whole_file
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["trace"]
-
 _NS = 1e9
 _ROOM = re.compile(r"(\d+)/")
 """How labels of transfers of a handoff begin: with the room, from 1, which grows by the requests for each new

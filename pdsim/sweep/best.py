@@ -20,8 +20,6 @@ from pdsim.results.slo import LATENCIES, SloLimits, met
 from pdsim.results.terminal import GOAL, share
 from pdsim.sweep import collect
 
-__all__ = ["RATES", "Ranked", "chart", "front", "rank", "table", "verdict"]
-
 RATES = ("workload.rate", "workload.speed", "workload.load")
 """Keys that say how much is offered."""
 

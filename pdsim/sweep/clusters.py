@@ -20,8 +20,6 @@ from pdsim.core.units import NotNegative, NotNegativeInt, PositiveInt, Seconds
 from pdsim.sweep.executors import Measure, Row
 from pdsim.sweep.points import Point
 
-__all__ = ["Ray", "Slurm"]
-
 _ATTEMPTS = 3
 """How often a chunk is begun whose worker dies: each time one of its points at least is over."""
 

@@ -27,11 +27,6 @@ from pdsim.results.store import whole_file
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = [
-    "FINAL", "LEDGER", "POINTS", "Ledger", "locked", "points", "read_ledger", "short", "show", "swept", "table",
-    "write",
-]  # fmt: skip
-
 POINTS = "points.parquet"
 LEDGER = "points.jsonl"
 FINAL = ("ok", "partial", "infeasible")

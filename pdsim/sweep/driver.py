@@ -23,8 +23,6 @@ from pdsim.sweep.executors import Executor
 from pdsim.sweep.points import Point
 from pdsim.sweep.trackers import Track
 
-__all__ = ["measure", "sweep"]
-
 
 def sweep(
     folder: Path, points: Sequence[Point], executor: Executor, progress: ShowProgress, track: Track | None = None
@@ -112,9 +110,6 @@ def _keep(book: Ledger, row: Mapping[str, Any]) -> None:
 def _goodput(row: Mapping[str, Any]) -> tuple[float, str]:
     value = row.get("gpus") and row["metrics"].get("goodput")
     return (value / row["gpus"], str(row["point"])) if value else (0.0, "")
-
-
-# --- one point -----------------------------------------------------------------------------------------------------
 
 
 def measure(point: Point) -> dict[str, Any]:

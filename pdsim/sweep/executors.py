@@ -25,8 +25,6 @@ from typing import Any, Protocol
 from pdsim.core.units import NotNegativeInt
 from pdsim.sweep.points import Point
 
-__all__ = ["Executor", "Local", "Measure", "Row"]
-
 Row = Mapping[str, Any]
 Measure = Callable[[Point], Row]
 """`pdsim.sweep.driver.measure`, or what stands for it in a test; it is sent to other processes by its name."""

@@ -27,8 +27,6 @@ from pdsim.results.slo import SloLimits
 from pdsim.sweep import best, collect
 from pdsim.sweep.best import Ranked
 
-__all__ = ["content", "knee"]
-
 _AXES = 8
 """Panels of the figure of swept keys, at most."""
 

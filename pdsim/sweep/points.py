@@ -17,8 +17,6 @@ from pdsim.config import Config, canonical
 from pdsim.core.errors import ConfigError
 from pdsim.version import __version__
 
-__all__ = ["Axis", "Point", "axes", "combinations", "name_of"]
-
 
 @dataclass(frozen=True)
 class Axis:

@@ -13,8 +13,6 @@ from typing import Any
 
 from pdsim.core.errors import ConfigError
 
-__all__ = ["Track", "mlflow"]
-
 Track = Callable[[Mapping[str, Any]], None]
 
 

@@ -19,8 +19,6 @@ from pdsim.core.progress import ShowProgress, within
 from pdsim.results.record import Result, mean, percentile
 from pdsim.run import simulated
 
-__all__ = ["WHAT_IFS", "Figures", "WhatIf", "changed", "exchanged", "figures", "try_exchanges", "try_what_ifs"]
-
 
 @dataclass(frozen=True)
 class WhatIf:

@@ -195,8 +195,6 @@ def gathering_target(name: str) -> tuple[Case, Target]:
     return working[0], target
 
 
-# --- the RDMA guest ------------------------------------------------------------------------------------------------
-
 GUEST_JOB = 90.0
 """Seconds of a job on the host, after which its ranks are killed; the guest's are its `PATIENCE` times as many."""
 

@@ -46,9 +46,6 @@ def test_a_rank_that_raises_ends_with_its_error(job):
     assert outcome.ranks["bad"].error.startswith("ValueError: this rank fails on purpose")
 
 
-# --- quarantine ----------------------------------------------------------------------------------------------------
-
-
 def test_a_transfer_past_its_deadline_settles_later(pair):
     """Until then its region cannot be deregistered, nor its buffer freed, and it counts as quarantined."""
     writer, _ = pair(losing.write_too_late, be_target, region=64 * MiB, holds=["pattern", 1, 64 * MiB])

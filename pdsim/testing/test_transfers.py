@@ -101,8 +101,6 @@ def test_connecting_again_gives_the_same_peer_and_both_work(pair):
     assert target.value == {"heard": [["writer", b"again".hex()]] * 3, **INTACT}
 
 
-# --- notifications -------------------------------------------------------------------------------------------------
-
 PAYLOADS = {
     "200 in turn": [f"number {i}".encode() for i in range(200)],
     # engines that carry notifications as text must escape them

@@ -21,8 +21,6 @@ from pdsim.validation import loads
 from pdsim.validation.sealed import EXPECTED, MEASURED, read, values_in
 from pdsim.validation.verdicts import Compared, by_class, by_decade, compare, grouped, points, tables
 
-__all__ = ["EXPECTED", "MEASURED", "agreement", "compared_in", "content", "figures"]
-
 _POINTS = 1500
 _CLOSE = 0.1
 

@@ -20,8 +20,6 @@ from pdsim.core.units import parse_rate, parse_time
 from pdsim.hardware.costs import Ramp
 from pdsim.validation.verdicts import Value
 
-__all__ = ["HANDOFF", "predicted", "variants"]
-
 HANDOFF = 0.41
 """Relative error at 95 of 100 of what `pdsim refit handoffs` leaves out of its fit: 76 gathers, scatters,
 switches and whole handoffs of three engines on hosts that were not fitted.  No calibration of transfers has it."""

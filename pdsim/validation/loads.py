@@ -17,8 +17,6 @@ import numpy as np
 from pdsim.results.record import percentile
 from pdsim.validation.verdicts import Compared, Value, compare, grouped
 
-__all__ = ["BOUNDS", "LATENCIES", "SINGLE", "compare_files", "quantiles", "values"]
-
 LATENCIES = ("ttft", "tpot", "e2e", "prefilled", "handoff")
 """Columns of a row, where it has them."""
 

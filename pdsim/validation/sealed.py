@@ -22,8 +22,6 @@ from pdsim.core.errors import ConfigError
 from pdsim.validation.verdicts import Value
 from pdsim.version import __version__
 
-__all__ = ["EXPECTED", "MEASURED", "adopt", "keep", "read", "seal", "unseal", "values_in"]
-
 EXPECTED, MEASURED = "expectations.json", "measurements.json"
 
 

@@ -23,11 +23,6 @@ from pdsim.calibration.samples import Floor
 from pdsim.core.errors import ConfigError
 from pdsim.results.record import Metric, Table, percentile
 
-__all__ = [
-    "Bound", "Class", "Compared", "Value", "by_class", "by_decade", "compare", "failures", "grouped", "mean",
-    "metrics", "points", "prediction_table", "tables",
-]  # fmt: skip
-
 RESAMPLES = 1000
 
 

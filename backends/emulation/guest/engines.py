@@ -26,8 +26,6 @@ from pdsim.core.errors import BackendUnavailable
 from pdsim.hardware.costs import Engine
 from pdsim.transfer.job import Outcome, RankSpec
 
-__all__ = ["GuestTarget", "Recipe", "Server", "backends", "emulated", "missing_requirements", "server"]
-
 OWN = 1024  # MiB of memory beside what ranks allocate: for the kernel, its files and their libraries; assumed
 START = 240.0  # seconds that a server may take to import everything, on an emulated processor; assumed
 

@@ -23,8 +23,6 @@ from backends.jobs.launcher import Processes
 from backends.jobs.spawn import ForkedRank, become
 from backends.registry import load
 
-__all__ = ["fork", "main"]
-
 LATE = ("zmq.utils.monitor", "zmq.utils.z85")  # modules that ranks import late, though all of them need them
 
 

@@ -31,8 +31,6 @@ from pathlib import Path
 
 from pdsim.core.errors import BackendUnavailable, TransferError
 
-__all__ = ["ADDRESS", "DEVICE", "PATIENCE", "Completed", "Guest", "GuestFailed", "boot", "missing_requirements"]
-
 ADDRESS = "10.8.0.1"
 DEVICE = "rxe0"
 PATIENCE = 3.0 * float(os.environ.get("PDSIM_PATIENCE", "1"))

@@ -23,8 +23,6 @@ from backends.emulation.guest.engines import Recipe
 from backends.emulation.guest.machine import DEVICE, Guest, GuestFailed, cache, command
 from pdsim.core.errors import BackendUnavailable
 
-__all__ = ["RECIPE", "missing_requirements", "python"]
-
 WHEEL = "amd-mori==1.2.4"
 PROGRAMS = {"gcc": "gcc", "nm": "binutils"}
 NEWER = "trixie"  # Debian 13, whose C library the wheel can use
@@ -179,8 +177,6 @@ def _candidates() -> Iterator[str]:
 def _made(*words: str, cwd: Path | None = None) -> str:
     return command(*words, cwd=cwd, about="MORI's test environment is made of packages")
 
-
-# --- stand-ins for ROCm: which functions MORI takes is read from its wheel -----------------------------------------
 
 PAUSE = "pause.so"
 """To be preloaded where processors are few: MORI's completion thread looks for events without end, and this lets it

@@ -26,8 +26,6 @@ from backends.emulation.link.packet_forwarder import ASKED, LATE
 from pdsim.core.errors import BackendUnavailable, TransferError
 from pdsim.hardware.machine import NetworkLink
 
-__all__ = ["DEVICE", "EmulatedLink", "Lateness", "entered", "joined", "missing_requirements", "see_devices"]
-
 SETTINGS = {
     "ipv4/tcp_congestion_control": "reno",  # whose window, where nothing is lost, only grows
     "ipv4/tcp_no_metrics_save": "1",  # a connection learns nothing from an earlier one
@@ -147,9 +145,6 @@ def _start(link: NetworkLink, tuns: list[int], control: socket.socket) -> subpro
 
 def _address(node: int) -> str:
     return f"10.78.0.{node + 1}"
-
-
-# --- nodes: network namespaces ------------------------------------------------------------------------------------
 
 
 class Node(NamedTuple):

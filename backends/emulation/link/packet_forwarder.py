@@ -25,8 +25,6 @@ from collections.abc import Sequence
 from math import inf
 from typing import Any
 
-__all__ = ["Hop", "main"]
-
 HEADER = 10  # bytes in front of each packet of a TUN device: they say that its checksum is still to be made
 BURST = 64  # packets that are read from a device before those that are due are looked at again
 ASKED = b"late"  # the supervisor's question; the answer counts packets, late ones, and the largest delay

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from pdsim.results.kept import KeptRun
 
-__all__ = ["claims", "figures", "mean_level"]
-
 Floats = npt.NDArray[np.float64]
 Columns = Mapping[str, Floats]
 

@@ -18,8 +18,6 @@ from pdsim.results.drawing import DARK, LIGHT, Figure, plotly_panel
 from pdsim.results.record import Table
 from pdsim.version import __version__
 
-__all__ = ["Content", "Explore", "Tile", "needs", "page"]
-
 
 @dataclass(frozen=True)
 class Tile:

@@ -19,8 +19,6 @@ from pdsim.results.record import Table
 from pdsim.results.report.figures import figures
 from pdsim.results.report.page import Content, Tile
 
-__all__ = ["content", "proofs", "what_was_run"]
-
 _TILES = {
     "ttft_p50_s": "TTFT, median",
     "ttft_p99_s": "TTFT, p99",

@@ -72,9 +72,6 @@ def fail(rank: Rank, after: float) -> Program:
     raise ValueError("this rank fails on purpose")
 
 
-# --- quarantine ----------------------------------------------------------------------------------------------------
-
-
 def write_too_late(rank: Rank, to: str, region: int) -> Program:
     """Write with a deadline of 10 us; look at the quarantine before and after the write settles."""
     mail, buffer = Mail(rank), filled(rank, region, 1)

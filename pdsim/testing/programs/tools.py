@@ -59,9 +59,6 @@ class Mail:
             yield from self.receive(name)
 
 
-# --- bytes and batches ---------------------------------------------------------------------------------------------
-
-
 def pattern(seed: int, size: int, start: int = 0) -> Bytes:
     """Return *size* bytes from *start* on that differ from place to place, from seed to seed and from GUARD."""
     period = 65_521  # prime, so that no block, page or buffer is a multiple of it
@@ -134,9 +131,6 @@ def refusal(action: Callable[[], Any]) -> str:
     except PdsimError as error:
         return type(error).__name__
     return "accepted"
-
-
-# --- a pair --------------------------------------------------------------------------------------------------------
 
 
 def initiator(rank: Rank, to: str, size: int, seed: int | None = 1) -> Steps:
