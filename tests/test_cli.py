@@ -334,7 +334,7 @@ def test_nothing_heavy_is_imported_by_a_simulation():
     status, _, err = answer("run", *QUICK, "--quiet", python=("-X", "importtime"))
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in err.splitlines() if "|" in line}
     assert status == 0
-    assert not imported & {"torch", "matplotlib", "scipy", "mooncake", "nixl_cu13", "zmq"}
+    assert not imported & {"torch", "matplotlib", "scipy", "pandas", "mooncake", "nixl_cu13", "zmq"}
 
 
 @pytest.mark.slow

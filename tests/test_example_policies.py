@@ -3,38 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.documented import documented
-
-PACKAGE = Path(__file__).parents[1] / "examples" / "policies"
+from tests.support.packages import EXAMPLES, installed
 
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory):
     """Return what runs a command of pdsim where the package is installed, and returns its JSON."""
-    target, folder = tmp_path_factory.mktemp("packages"), tmp_path_factory.mktemp("elsewhere")
-    offline = ("--no-index", "--no-build-isolation", "--no-deps", "--disable-pip-version-check")
-    pip = [sys.executable, "-m", "pip", "install", "-q", *offline, "--target", str(target), str(PACKAGE)]
-    done = subprocess.run(pip, capture_output=True, text=True, timeout=60, check=False)
-    assert not done.returncode, done.stderr
+    run = installed("policies", tmp_path_factory)
 
-    def run(*words: str) -> dict:
-        command = [sys.executable, "-P", "-m", "pdsim", "run", *words, "--json"]
-        environment = {**os.environ, "PYTHONPATH": str(target)}
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=100, check=False, env=environment, cwd=folder
-        )
+    def said(*words: str) -> dict:
+        done = run("pdsim", "run", *words, "--json")
         assert not done.returncode, done.stderr
         return json.loads(done.stdout)
 
-    return run
+    return said
 
 
 def value(found: dict, metric: str) -> float:
@@ -53,7 +41,7 @@ def test_the_experiment_runs_on_a_real_engine_too(said):
     assert value(found, "write_s") > 0.0
 
 
-@pytest.mark.parametrize("command", documented(PACKAGE / "README.md"))
+@pytest.mark.parametrize("command", documented(EXAMPLES / "policies" / "README.md"))
 def test_the_commands_of_its_readme_run(said, command):
     """A scheduler is one class and one file, a policy one class, an experiment a module and a machine a file."""
     first, second, *words = shlex.split(command)

@@ -1,10 +1,5 @@
 """`pdsim.simulate` and `pdsim.load`: the command line from Python, results as Arrow tables."""
 
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 import pdsim
@@ -61,18 +56,3 @@ def test_a_shape_beyond_a_table_is_a_note(recwarn):
     counts = "moe: (3072, 192, 8, 256) counts as (3072, 256, 8, 256), the nearest measured, times 0.75"
     assert f"warning: h200_sglang_table, {counts}" in run.notes
     assert not recwarn.list
-
-
-def test_importing_pdsim_imports_next_to_nothing():
-    code = "import sys, pdsim; print(sorted({'numpy', 'simpy', 'hydra', 'pyarrow', 'rich'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "[]\n"
-
-
-def test_nothing_but_the_command_line_imports_it():
-    root = Path(pdsim.__file__).parent.parent
-    files = [path for top in ("pdsim", "backends", "experiments") for path in (root / top).rglob("*.py")]
-    importing = [
-        path.relative_to(root) for path in files if re.search(r"(from|import) pdsim\.cli", path.read_text())
-    ]
-    assert {str(path) for path in importing if path.parts[:2] != ("pdsim", "cli")} == {"pdsim/__main__.py"}

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.peers.aisimulate import engine
 from experiments.scorecard import Server
 from pdsim.cli.main import main
 
@@ -19,11 +18,22 @@ def row(output: float, method: str = "none", framework: str = "sglang") -> list[
     return ["h200", framework, "fp8", method, "False", 256, 64, 2, output, 0.01, 0.1, *(8, 1, "False", 0) * 2]
 
 
+def against(folder: Path, rows: list[list[object]], *more: str) -> int:
+    """Predict *rows*, of which the first says whether they have tails, and return the exit status."""
+    heads = HEAD + METRICS + SIDES + TAILS
+    with (folder / "rows.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([heads[: len(rows[0])], *rows])
+    return main(["validate", "--against", "inferencex", str(folder / "rows.csv"), f"output={folder}", *more])
+
+
+def errors(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    """Return the rows of the table of errors, cell by cell."""
+    return [line.split() for line in capsys.readouterr().out.splitlines() if "in-sample" in line]
+
+
 def test_rows_are_the_median_over_dates(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     rows = [row(10.0), row(20.0), row(40.0), row(20.0, method="mtp"), row(20.0, framework="trt")]
-    with (tmp_path / "rows.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([HEAD + METRICS + SIDES, *rows])
-    assert main(["validate", "--against", "inferencex", str(tmp_path / "rows.csv"), f"output={tmp_path}", "-v"]) == 0
+    assert against(tmp_path, rows, "-v") == 0
     said = capsys.readouterr().out
     assert "left out: 1 of rows with speculative decoding" in said
     assert "left out: 1 of trt" in said
@@ -32,19 +42,16 @@ def test_rows_are_the_median_over_dates(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_tails_count_where_rows_have_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    with (tmp_path / "rows.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([HEAD + METRICS + SIDES + TAILS, [*row(10.0), 1.0, 1.0, 1.0, ""]])
-    assert main(["validate", "--against", "inferencex", str(tmp_path / "rows.csv"), f"output={tmp_path}"]) == 0
-    (line,) = [line.split() for line in capsys.readouterr().out.splitlines() if "in-sample" in line]
+    assert against(tmp_path, [[*row(10.0), 1.0, 1.0, 1.0, ""]]) == 0
+    (line,) = errors(capsys)
     assert min(float(line[column]) for column in (7, 8, 9)) > 50  # TPOT and TTFT of a second
     assert line[10:12] == ["-", "-"]  # neither the p99 of TTFT nor what needs all
 
 
 def test_two_objectives_are_judged_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    with (tmp_path / "rows.csv").open("w", newline="") as file:  # within 5 s and 50 ms, not within 1 s and 20 ms
-        csv.writer(file).writerows([HEAD + METRICS + SIDES + TAILS, [*row(10.0), 0.03, 2.0, 0.03, 2.0]])
-    assert main(["validate", "--against", "inferencex", str(tmp_path / "rows.csv"), f"output={tmp_path}"]) == 0
-    (line,) = [line.split() for line in capsys.readouterr().out.splitlines() if "in-sample" in line]
+    # within 5 s and 50 ms, not within 1 s and 20 ms
+    assert against(tmp_path, [[*row(10.0), 0.03, 2.0, 0.03, 2.0]]) == 0
+    (line,) = errors(capsys)
     assert [float(cell) for cell in line[11:13]] == [100.0, 0.0]  # pdsim says that both are met
 
 
@@ -58,24 +65,11 @@ def test_servers_start_as_their_scripts_say_by_tp():
     assert not [word for word in words(8, "True") if word.startswith("scheduler.decode_batch")]
 
 
-def test_a_peer_is_started_with_the_groups_and_chunk_of_a_server():
-    values = ["h200", "dynamo-sglang", "fp8", "none", "True", 1024, 1024, 4, 1.0, 0.01, 0.1]
-    values += [8, 8, "True", 2, 8, 1, "False", 3]
-    made = engine(Server.of(dict(zip(HEAD + METRICS + SIDES, map(str, values), strict=True))))
-    first, second = (made["workers"][side] for side in ("prefill", "decode"))
-    assert made["hardware"] == "h200_sxm"
-    assert list(first["parallelism"].values()) == [2, 1, 8, 1, 8]  # replicas, tensor, attention, MoE, experts
-    assert list(second["parallelism"].values()) == [3, 8, 1, 8, 1]
-    assert second["scheduler"] == {"max_batched_tokens": 32768}
-
-
 def test_errors_stand_also_without_servers_that_stood_still(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     rows = [[*row(10.0), 1.0, 1.0, 1.0, p99] for p99 in (1.0, 100.0)]
     rows[1][HEAD.index("conc")] = 3
-    with (tmp_path / "rows.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([HEAD + METRICS + SIDES + TAILS, *rows])
-    assert main(["validate", "--against", "inferencex", str(tmp_path / "rows.csv"), f"output={tmp_path}"]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "in-sample" in line]
+    assert against(tmp_path, rows) == 0
+    lines = errors(capsys)
     assert [(line[0], line[line.index("in-sample") + 1]) for line in lines] == [
         ("colocated", "2"),
         ("colocated,", "1"),
@@ -85,12 +79,10 @@ def test_errors_stand_also_without_servers_that_stood_still(tmp_path: Path, caps
 def test_weights_of_four_bits_decode_faster(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     eight, four = ["b200", *row(10.0)[1:]], ["b200", *row(10.0)[1:]]
     four[2] = "fp4"
-    with (tmp_path / "rows.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([HEAD + METRICS + SIDES, eight, four])
-    assert main(["validate", "--against", "inferencex", str(tmp_path / "rows.csv"), f"output={tmp_path}", "-v"]) == 0
+    assert against(tmp_path, [eight, four], "-v") == 0
     lines = [line.split() for line in capsys.readouterr().out.partition("Servers")[2].splitlines()]
-    errors = {line[1]: float(line[10]) for line in lines if line[:1] == ["b200"]}
-    assert errors["fp4"] < errors["fp8"]
+    of = {line[1]: float(line[10]) for line in lines if line[:1] == ["b200"]}
+    assert of["fp4"] < of["fp8"]
 
 
 def test_against_needs_rows_of_inferencex(capsys: pytest.CaptureFixture[str]):

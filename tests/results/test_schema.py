@@ -1,8 +1,5 @@
 """The columns of the Parquet files: derived as nixlbench defines them, each with its type, unit and definition."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -37,16 +34,6 @@ def test_an_array_has_the_values_and_nulls(kind, values, rows):
 def test_what_a_type_does_not_hold_is_refused(kind, values):
     with pytest.raises((ValueError, OverflowError)):
         arrow_array(values, pa.type_for_alias(kind))
-
-
-def test_a_run_imports_no_pandas(tmp_path):
-    pytest.importorskip("pandas", reason="which nothing could import")
-    code = (
-        "import sys; from pdsim.cli.main import main; "
-        "status = main(['run', 'workload=smoke', '-q']); sys.exit(status or 'pandas' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, timeout=120, check=False)
-    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_stages_add_up_and_a_failed_transfer_has_no_bandwidth():

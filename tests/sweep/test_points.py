@@ -1,7 +1,5 @@
 """Overrides become points: combined or zipped, each once, named by what it runs, composed as `run` composes."""
 
-import random
-
 import hydra
 import pytest
 
@@ -42,36 +40,9 @@ def test_a_name_is_of_the_content_and_not_of_the_folder():
     assert len(one.name) == 12
 
 
-AXES = {
-    "hw": ("8xh20", "8xh200", "4xh200", "loopback"),
-    "workload": ("poisson", "bursty"),
-    "backend.timeout": ("5s", "1min"),
-    "kv.page_size": ("1", "64"),
-    "parallel.prefill.tp": ("1", "2"),
-    "experiment.verify": ("true", "false"),
-    "compute": ("{scale: 0.5}", "{scale: 2.0, overhead: 1ms}"),
-    "workload.input_mean": ("512", "${workload.output_mean}"),
-}
-
-
 def by_hydra(words):
     with initialized(CommandLine()):
         return load(resolved(hydra.compose("config", ready(words))), words)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
-def test_a_point_is_what_hydra_composes_of_its_words(seed):
-    chosen = random.Random(seed)
-    keys = chosen.sample(sorted(AXES), 3)
-    words = [f"{key}={','.join(AXES[key])}" for key in keys if key != "workload.input_mean" or "workload" in keys]
-    for point in chosen.sample(swept(*words), 2):
-        if point.config is not None:
-            assert point.config == by_hydra(point.words)
-            continue
-        with pytest.raises(ConfigError) as refused:
-            by_hydra(point.words)
-        assert str(refused.value) == point.refusal
 
 
 @pytest.mark.parametrize(
