@@ -163,62 +163,45 @@ def _trtllm_memory(config: Any) -> float:
 
 # --- releases ------------------------------------------------------------------------------------------------------
 
-_ARGS, _MEMORY = "srt/server_args.py", "srt/arg_groups/memory_hook.py"
+_ARGS, _MEMORY, _NIXL = "srt/server_args.py", "srt/arg_groups/memory_hook.py", "srt/disaggregation/nixl/conn.py"
+_RUNNER = "srt/model_executor/model_runner_kv_cache_mixin.py"
+_CACHE, _ENGINE_ARGS, _BLOCKS = "vllm/config/cache.py", "vllm/engine/arg_utils.py", "vllm/v1/core/block_pool.py"
+_SCHEDULER, _FLASH = "vllm/v1/core/sched/scheduler.py", "vllm/v1/attention/backends/flash_attn.py"
 _LLM_ARGS = "tensorrt_llm/llmapi/llm_args.py"
 _Value = Callable[[Any], Any]
+_memory: _Value = partial(_sglang_memory, _SIZES, False)
 _newer_memory: _Value = partial(_sglang_memory, _NEWER_SIZES, True)
+_vllm_chunk: _Value = partial(_vllm_large, 8192, 2048)
+_vllm_batch: _Value = partial(_vllm_large, 1024, 256)
 
 RELEASES: Mapping[str, Mapping[str, tuple[Setting, ...]]] = {
     "sglang": {
         "0.5.12": (
             Setting("kv.page_size", _sglang_page, "--page-size", _ARGS),
             Setting("scheduler.chunk", partial(_sglang_chunk, _SIZES), "--chunked-prefill-size", _ARGS),
-            Setting(
-                "scheduler.memory_fraction", partial(_sglang_memory, _SIZES, False), "--mem-fraction-static", _ARGS
-            ),
-            Setting(
-                "scheduler.decode_batch",
-                _sglang_batch,
-                "--max-running-requests",
-                "srt/model_executor/model_runner_kv_cache_mixin.py",
-            ),
+            Setting("scheduler.memory_fraction", _memory, "--mem-fraction-static", _ARGS),
+            Setting("scheduler.decode_batch", _sglang_batch, "--max-running-requests", _RUNNER),
             Setting("scheduler.prefill_batch", _same_batch, "--prefill-max-requests", _ARGS),
-            Setting(
-                "backend.policy.grouping", "runs", "group_concurrent_contiguous", "srt/disaggregation/nixl/conn.py"
-            ),
+            Setting("backend.policy.grouping", "runs", "group_concurrent_contiguous", _NIXL),
         ),
         "0.5.23": (
             Setting("scheduler.chunk", partial(_sglang_chunk, _NEWER_SIZES), "--chunked-prefill-size", _MEMORY),
             Setting("scheduler.memory_fraction", _newer_memory, "--mem-fraction-static", _MEMORY),
-            Setting(
-                "backend.policy.grouping", _sglang_grouping, "prep_xfer_dlist", "srt/disaggregation/nixl/conn.py"
-            ),
+            Setting("backend.policy.grouping", _sglang_grouping, "prep_xfer_dlist", _NIXL),
         ),
     },
     "vllm": {
         "0.22.1": (
-            Setting("kv.page_size", 16, "--block-size", "vllm/config/cache.py"),
-            Setting("scheduler.memory_fraction", 0.92, "--gpu-memory-utilization", "vllm/config/cache.py"),
-            Setting(
-                "scheduler.chunk",
-                partial(_vllm_large, 8192, 2048),
-                "--max-num-batched-tokens",
-                "vllm/engine/arg_utils.py",
-            ),
-            Setting(
-                "scheduler.decode_batch",
-                partial(_vllm_large, 1024, 256),
-                "--max-num-seqs",
-                "vllm/engine/arg_utils.py",
-            ),
-            Setting("scheduler.prefill_batch", _same_batch, "--max-num-seqs", "vllm/v1/core/sched/scheduler.py"),
-            Setting("engine.pages", "queue", "free_blocks", "vllm/v1/core/block_pool.py"),
-            Setting("engine.packed", False, "get_kv_cache_shape", "vllm/v1/attention/backends/flash_attn.py"),
+            Setting("kv.page_size", 16, "--block-size", _CACHE),
+            Setting("scheduler.memory_fraction", 0.92, "--gpu-memory-utilization", _CACHE),
+            Setting("scheduler.chunk", _vllm_chunk, "--max-num-batched-tokens", _ENGINE_ARGS),
+            Setting("scheduler.decode_batch", _vllm_batch, "--max-num-seqs", _ENGINE_ARGS),
+            Setting("scheduler.prefill_batch", _same_batch, "--max-num-seqs", _SCHEDULER),
+            Setting("engine.pages", "queue", "free_blocks", _BLOCKS),
+            Setting("engine.packed", False, "get_kv_cache_shape", _FLASH),
         ),
-        "0.24.0": (Setting("engine.pages", "stack", "free_blocks, prepend_n", "vllm/v1/core/block_pool.py"),),
-        "0.26.0": (
-            Setting("engine.packed", True, "get_kv_cache_shape", "vllm/v1/attention/backends/flash_attn.py"),
-        ),
+        "0.24.0": (Setting("engine.pages", "stack", "free_blocks, prepend_n", _BLOCKS),),
+        "0.26.0": (Setting("engine.packed", True, "get_kv_cache_shape", _FLASH),),
     },
     "trtllm": {
         "1.4.0rc4": (
