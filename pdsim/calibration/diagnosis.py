@@ -111,7 +111,7 @@ def _unexplained(samples: Sequence[Sample], model: EngineModel, line: Rate, spli
     blocks = np.array([one.blocks * split for one in samples])
     nbytes = np.array([float(one.blocks * one.size) for one in samples])
     reads = np.array([one.operation == "read" for one in samples])
-    either: list[Floats] = [model.isolated_times(blocks, nbytes, line, read=read) for read in (False, True)]
+    either: list[Floats] = [model.isolated_time(blocks, nbytes, line, read=read) for read in (False, True)]
     ratios = [np.array([one.seconds for one in samples]) / np.where(reads, either[1], either[0])]
     known = np.array([one.posting > 0.0 for one in samples])
     ratios.append(np.array([one.posting for one in samples])[known] / model.posting(blocks[known]))

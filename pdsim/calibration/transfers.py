@@ -156,7 +156,7 @@ class Fit:
         other ``max(T(1), c P, c W)``: the bounds of a closed network (Denning and Buzen 1978).
         """
         model, busy = self.model, points.concurrency > 1
-        alone = model.isolated_times(points.blocks, points.nbytes, read=points.read)
+        alone: Floats = model.isolated_time(points.blocks, points.nbytes, read=points.read)
         if not busy.any():
             return alone
         posting, _, wire, _ = model.stages(points.blocks, points.nbytes, read=points.read)

@@ -10,14 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from pdsim.core.units import NotNegativeInt, Positive, PositiveInt, Rate, Seconds, Share, Size
-
-Floats: TypeAlias = npt.NDArray[np.float64]
 
 
 def _least(one: Any, other: Any) -> Any:  # of numbers, or of arrays
@@ -228,20 +225,11 @@ class EngineModel:
         latency = self.latency + (self.read if read else 0.0) - late
         return self.posting(descriptors) - early, self.posting(1) - early, wire, latency
 
-    def isolated_times(
-        self, descriptors: Floats, nbytes: Floats, narrowest: Rate = math.inf, *, read: bool = False
-    ) -> Floats:
-        """Return `isolated_time` of many transfers at once: arrays of one shape."""
-        times: Floats = self._isolated(descriptors, nbytes, narrowest, read)
-        return times
+    def isolated_time(self, descriptors: Any, nbytes: Any, narrowest: Rate = math.inf, *, read: bool = False) -> Any:
+        """Return the seconds of a write, or a *read*, with nothing in its way, over links of *narrowest* bytes/s.
 
-    def isolated_time(
-        self, descriptors: int, nbytes: float, narrowest: Rate = math.inf, *, read: bool = False
-    ) -> Seconds:
-        """Return the seconds of a write, or a *read*, with nothing in its way, over links of *narrowest* bytes/s."""
-        return float(self._isolated(descriptors, nbytes, narrowest, read))
-
-    def _isolated(self, descriptors: Any, nbytes: Any, narrowest: Rate, read: bool) -> Any:
+        Numbers give a number, arrays of one shape an array.
+        """
         posting, first, wire, latency = self.stages(descriptors, nbytes, narrowest, read=read)
         if not self.overlap:
             return posting + wire + latency

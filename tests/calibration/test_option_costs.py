@@ -34,7 +34,7 @@ def test_times_of_arrays_are_those_of_their_numbers(stages):
     model = replace(model, small=InlineSaving(bytes=1 << 16, descriptors=4, saving=1e-3))
     counts = np.array([1.0, 12.0, 1000.0, 1024.0, 1517.0, 8192.0])
     alone = [model.isolated_time(int(count), count * 4096, read=True) for count in counts]
-    assert model.isolated_times(counts, counts * 4096, read=True) == pytest.approx(alone, rel=1e-14)
+    assert model.isolated_time(counts, counts * 4096, read=True) == pytest.approx(alone, rel=1e-14)
 
 
 @pytest.mark.parametrize("threads", [0, 4, 8])

@@ -30,7 +30,7 @@ def made_by(model, cells=CROSS, noise=0.0, seed=0):
     """Return the samples that *model* gives, with a relative error of *noise*."""
     n, size = (np.array(column, dtype=float) for column in zip(*cells, strict=True))
     factors = np.exp(np.random.default_rng(seed).normal(0.0, noise, len(n)))
-    return Points(n, size, np.ones(len(n)), model.isolated_times(n, n * size) * factors)
+    return Points(n, size, np.ones(len(n)), model.isolated_time(n, n * size) * factors)
 
 
 def sample(blocks, size, seconds, **more):
