@@ -40,12 +40,10 @@ class RealBuffer(ABC):
         self.freed = False  # whether its owner has given it back
 
     def read(self, offset: int, size: int) -> bytes:
-        """Return a copy of *size* bytes at *offset*; an `IndexError` outside the buffer."""
         self._check(offset, size)
         return self._load(offset, size)
 
     def write(self, offset: int, data: bytes) -> None:
-        """Store *data* at *offset*; an `IndexError` outside the buffer."""
         self._check(offset, len(data))
         self._store(offset, data)
 
@@ -87,8 +85,7 @@ class RealDevice(ABC):
         self._free_at = 0.0  # when the queue of work is empty
 
     @abstractmethod
-    def copy(self, batch: Batch) -> Event:
-        """Copy within the device, after the work that was asked for before; see `pdsim.transfer.Device.copy`."""
+    def copy(self, batch: Batch) -> Event: ...
 
     @abstractmethod
     def _make(self, size: int, pool: str) -> RealBuffer: ...
@@ -101,15 +98,10 @@ class RealDevice(ABC):
 
     @property
     def used(self) -> int:
-        """Bytes that are allocated or held."""
         return sum(self._used.values())
 
     def allocate(self, size: int, pool: str = "default") -> RealBuffer:
-        """Return a zeroed buffer of *size* bytes.
-
-        Raise a `ValueError` for a size that is not positive or an unknown pool, and `OutOfMemory` beyond the
-        capacity.
-        """
+        """As `pdsim.transfer.Device.allocate`; a size below 1 and an unknown pool are a `ValueError`."""
         if size <= 0:
             raise ValueError(f"size must be > 0 bytes, got {size}")
         if pool not in POOLS:
@@ -137,10 +129,7 @@ class RealDevice(ABC):
             )
 
     def free(self, buffer: Buffer) -> None:
-        """Give *buffer* back, at once or, if bytes may still move in it, when they have stopped.
-
-        Raise a `RegistrationError` while it is registered, and a `ValueError` if it is not a buffer of this device.
-        """
+        """As `pdsim.transfer.Device.free`; if bytes may still move in it, it goes back when they have stopped."""
         own = self._buffers.get(buffer.address)
         if own is not buffer or own.freed:
             raise ValueError(f"{buffer!r} is not allocated on {self.name}")
@@ -175,7 +164,6 @@ class RealDevice(ABC):
         return buffer
 
     def compute(self, seconds: float) -> Event:
-        """Occupy the device for *seconds* of real time, without using a processor."""
         if seconds < 0:
             raise ValueError(f"seconds must be >= 0, got {seconds}")
         self._free_at = max(self._free_at, self.clock.now) + seconds

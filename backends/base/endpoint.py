@@ -318,23 +318,10 @@ class RealEndpoint(ABC):
     a peer; `post` for each transfer; `stop_engine` once.
 
     *keys* say which rank this is and who may speak to it, *device* is the memory that buffers come from, *bind* the
-    address that sockets listen on, *posting* that of `pdsim.transfer.job.RankSpec`.  The states of a transfer, and
-    the method that an engine calls as it passes from state to state::
+    address that sockets listen on, *posting* that of `pdsim.transfer.job.RankSpec`.
 
-                         post() raises
-        prepared ───────────────────────────────┐
-            │ post()                            │
-            ▼          fail(), engine_failed()  ▼
-         posted ────────────────────────────► failed
-            │         deadline, peer lost       │
-            │ complete()                        ├─ bytes may still move ──► quarantined
-            ▼                                   │                                │
-        completed                               │ nothing moves                  │ quiesce(), complete()
-            │                                   ▼                                ▼
-            └──────────────────────────────► quiesced ◄──────────────────────────┘
-
-    `Transfer` fires when it is completed or failed, and once more when it is quiesced: then its regions are free.
-    The engine calls these on the clock's thread.  It learns of an end by polling as a source of the clock
+    As a transfer passes through the states of `pdsim.transfer.Transfer`, the engine calls `complete`, `fail` or
+    `engine_failed`, and `quiesce`, on the clock's thread.  It learns of an end by polling as a source of the clock
     (`pdsim.core.clock.WallClock.watch`) or from a thread that calls `WallClock.call`.
     """
 
@@ -437,8 +424,7 @@ class RealEndpoint(ABC):
         return self.proves_quiescence and not half_open()
 
     def fileno(self) -> int | None:
-        """Return None: an engine that is a source of the clock has no descriptor, and is polled."""
-        return None
+        return None  # an engine that is a source of the clock has no descriptor, and is polled
 
     def notify(self, transfer: PostedTransfer) -> None:
         """Deliver the notification of a complete transfer; engines with notifications of their own override this."""
@@ -509,7 +495,6 @@ class RealEndpoint(ABC):
         return region
 
     def deregister(self, region: Region) -> None:
-        """Withdraw *region* here and from all who know it; its memory stays held until they have returned it."""
         self._check_open()
         entry = self._entry(region)
         if entry.moving:

@@ -77,7 +77,6 @@ class CudaDevice(RealDevice):
         return CudaBuffer(self, address, size, pool)
 
     def reuse(self, buffer: CudaBuffer) -> None:
-        """Take the memory of *buffer* back, which nobody uses any more."""
         if buffer.kept:
             self._spare.setdefault(_segment(buffer.size), []).append(buffer.address)
         else:
@@ -155,14 +154,12 @@ class Completions:
         return progressed
 
     def fileno(self) -> None:
-        """Return None: the driver has no descriptor for it."""
-        return
+        return  # the driver has no descriptor for it
 
     def busy(self) -> bool:
         return any(self._queues)
 
     def close(self) -> None:
-        """Wait for nothing any more."""
         self._clock.unwatch(self)
         self._waiting.clear()
         self._queues = ()

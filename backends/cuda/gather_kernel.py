@@ -17,7 +17,6 @@ class DeviceAddress:
         self._value = value
 
     def data_ptr(self) -> int:
-        """Return the address."""
         return self._value
 
 

@@ -85,7 +85,6 @@ class Cudart:
         return total.value
 
     def allocate(self, size: int) -> int:
-        """Return memory of *size* bytes on the current GPU.  Raise `OutOfMemory` if there is none."""
         address = c_void_p()
         code = self._function["cudaMalloc"](byref(address), size)
         if code == _OUT_OF_MEMORY:
@@ -102,7 +101,6 @@ class Cudart:
         self.wait(stream)
 
     def load(self, address: int, size: int, stream: int) -> bytes:
-        """Return a copy of *size* bytes; waits for it."""
         data = np.empty(size, np.uint8)
         self.copy(data.ctypes.data, address, size, stream)
         self.wait(stream)
@@ -144,7 +142,6 @@ class Cudart:
         self._call("cudaStreamSynchronize", stream)
 
     def event(self) -> int:
-        """Return a new event of the current GPU."""
         event = c_void_p()
         self._call("cudaEventCreateWithFlags", byref(event), _NO_TIMING)
         return int(event.value or 0)

@@ -263,15 +263,11 @@ GLIBC = (2, 38)
 ROCM = Path("/opt/rocm/lib")  # where the wheel's libraries look, beside the linker's own places
 
 
-def missing(rdma: bool = True) -> list[str]:
-    """Return what MORI lacks here, in words; *rdma* says whether it is to use an RDMA device.
+def missing(rdma: bool = True) -> Iterator[str]:
+    """Yield what MORI lacks here, in words; *rdma* says whether it is to use an RDMA device.
 
     Looking loads libraries into the process, so those who go on to do something else look from one of its own.
     """
-    return [*_missing(rdma)]
-
-
-def _missing(rdma: bool) -> Iterator[str]:
     if importlib.util.find_spec("mori") is None:
         here = platform.python_version()
         yield f"no package amd-mori (it has wheels for Python 3.10 and 3.12 on manylinux_2_39; this is {here})"

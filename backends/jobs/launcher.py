@@ -119,7 +119,6 @@ class Processes:
             return job.outcome()
 
     def using(self, engine: Engine) -> Processes:
-        """Return the same machine with another *engine*."""
         other = copy.copy(self)
         other.engine = engine
         return other

@@ -61,7 +61,6 @@ class ServerLaunch:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
         return f"http://{HOST}:{self.port}"
 
 

@@ -120,7 +120,6 @@ class SglangGenerate:
         self._request = dict(request)
 
     def body(self, prompt: bytes, output: int, *, stream: bool, extra: Mapping[str, Any] = {}) -> bytes:
-        """Return the body; see `OpenAiCompletions.body`."""
         sampling = {**self._sampling, "max_new_tokens": output}
         rest = {"sampling_params": sampling, "stream": stream, **self._request, **extra}
         return b'{"%b":%b,%b' % (self._prompt, prompt, msgspec.json.encode(rest)[1:])

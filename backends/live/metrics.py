@@ -26,7 +26,6 @@ class Histogram:
 
     @property
     def mean(self) -> float | None:
-        """The arithmetic mean; None of no observations."""
         return self.total / self.count if self.count > 0 else None
 
     def quantile(self, share: float) -> float | None:

@@ -1,23 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that can go wrong, on the model and on the real engines alike.
-
-::
-
-    PdsimError
-    ├── ConfigError              what the user typed cannot be run; the message says what to type instead
-    ├── MessageError             bytes from another process that are no message of ours
-    ├── NeverPaused              an event was deferred on a clock that has no pauses
-    └── TransferError
-        ├── BackendUnavailable   the engine cannot work on this machine; the message says what is missing
-        ├── RegistrationError    memory that cannot be registered, or is not
-        ├── OutOfMemory          a device or a pool has no room left
-        ├── InvalidBatch         descriptors that no engine may be given; nothing was written
-        ├── SendQueueFull        the engine refused to post: too many descriptors outstanding
-        ├── PeerLost             the other side is gone
-        ├── TransferTimeout      the deadline passed; bytes may still land (see `Transfer.settled`)
-        └── TransferFailed       the engine reported an error of its own
-
-"""
+"""Errors of the model and of real engines: a `PdsimError`, of a transfer a `TransferError`; words for messages."""
 
 from __future__ import annotations
 

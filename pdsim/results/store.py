@@ -1,19 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The folder of a run: ``<experiment>-<hw>-<backend>-<target>-<YYYYmmdd-HHMMSS>[-n]``.
 
-=====================  ====================================================================================
-``config.yaml``        the whole resolved configuration; a run can be repeated from it
-``run.json``           versions, git, host, command line, engine as it reports itself, evidence, how it ended
-``requests.parquet``   one row a request
-``transfers.parquet``  one row a transfer
-``summary.json``       metrics with their definitions, tables, failures, notes, ranks, utilisation
-``samples.parquet``    with ``samples``: the use of links, memories, pages and rings over time
-``*.journal``          while a run goes on, on the model or on live servers: what has ended
-=====================  ====================================================================================
-
-The folder is called ``<name>.incomplete`` until everything in it is on disk, so a process that is killed at any
-moment leaves a complete folder or one that says it is not.  On the model two runs of one configuration, command line
-and source tree leave the same bytes: the date is in the folder's name only.
+Its files are those of docs/results.md.  The folder is called ``<name>.incomplete`` until all of it is on disk, so a
+process that is killed at any moment leaves a complete folder or one that says it is not.  On the model two runs of
+one configuration, command line and source tree leave the same bytes: the date is in the folder's name only.
 
 `Run` writes a folder, `load` reads one; `pdsim.results.schema` types what is in the files.
 """

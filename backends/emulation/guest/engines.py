@@ -157,7 +157,6 @@ class GuestTarget:
         return outcome
 
     def using(self, engine: Engine) -> GuestTarget:
-        """Return the same machine with another *engine*."""
         other = copy.copy(self)
         other.engine = engine
         return other

@@ -154,7 +154,6 @@ class Node(NamedTuple):
     tun: int
 
     def close(self) -> None:
-        """Give both back."""
         os.close(self.tun)
         os.close(self.namespace)
 
