@@ -18,7 +18,7 @@ from pdsim.core.errors import MessageError
 from pdsim.kv.layout import AUX_ROWS, KvLayout
 from pdsim.kv.pages import Pages, Runs
 
-VERSION = 13
+VERSION = 14
 """Of the schema; to be raised with every change of a message's fields."""
 
 
@@ -250,6 +250,7 @@ class StagingRequest(KvMessage, frozen=True):
     chunk: int
     size: int  # bytes of its block
     pages: Pages  # of the decode rank, in the order of the block
+    prefill: str  # incarnation that asks
 
 
 class StagingReply(KvMessage, frozen=True):

@@ -371,8 +371,9 @@ def in_layers(
 class DecodePeer:
     """A decode rank that sent *register*, to which a prefill rank writes *part* of its KV, from region *source*.
 
-    *number* tells the targets of a prefill rank apart.  `metadata` is how first-token metadata goes to this rank,
-    and `fallback` why that is not the policy's way.  `blocks` is None unless chunks may be staged.
+    *number* tells the targets of a prefill rank apart; its incarnation is `prefill`.  `metadata` is how first-token
+    metadata goes to this rank, and `fallback` why that is not the policy's way.  `blocks` is None unless chunks may
+    be staged.
     """
 
     def __init__(
@@ -387,6 +388,7 @@ class DecodePeer:
     ) -> None:
         self.peer = peer
         self.number = number
+        self.prefill = register.incarnation
         self.part = part
         self.source = source
         self.region = peer.regions[REGION]

@@ -380,7 +380,8 @@ class KvSender:
             size = target.block(rows, self._limit)
             if size and target.peer.name not in state.refused:
                 state.asks[chunk.index, target.peer.name] = None
-                request = StagingRequest(chunk.decode, chunk.room, self._index, chunk.index, size, targets(rows))
+                what = chunk.room, self._index, chunk.index, size, targets(rows)
+                request = StagingRequest(chunk.decode, *what, target.prefill)
                 self._rank.channel.send(target.peer.name, encode(request))
 
     def _plan(self, state: RoomTransferState, chunk: Chunk, ended: float, by_layer: bool) -> list[Write]:

@@ -605,6 +605,10 @@ class PeerFence:
     def drop(self, incarnation: str) -> None:
         """Do nothing: proofs about *incarnation* hold."""
 
+    def is_quiesced(self, incarnation: str) -> bool:
+        """Return whether it is proven that nothing of *incarnation* moves here."""
+        return self._proven.get(instance_of(incarnation), 0) >= epoch_of(incarnation)
+
     def begin(self, incarnation: str, rooms: list[int]) -> None:
         """Ask every rank for the proof about *incarnation*, for which *rooms* wait."""
         self._number += 1

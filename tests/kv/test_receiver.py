@@ -131,7 +131,7 @@ def program(rank: Rank, *, script: list[list[Any]], wait: float, scatter: str) -
         landing.scatter(Arrival("decode0@1", room, index, 0, 1, 0.0, 0.0, 0.0, chunk))
 
     def ask(room: int, chunk: int, size: int, index: int = 0) -> None:
-        landing.ask("writer", StagingRequest("decode0@1", room, index, chunk, size, ((room, 1),)))
+        landing.ask("writer", StagingRequest("decode0@1", room, index, chunk, size, ((room, 1),), "prefill0@1"))
 
     actions = {"ask": ask, "arrive": arrive, "forget": landing.forget, "sever": landing.sever}
     actions["return"] = lambda room: landing.give_back(StagingRelease(room, 0))

@@ -12,8 +12,10 @@ import pytest
 from pdsim.kv.messages import ConnectPeer, RegisterPool
 from pdsim.kv.plan import Peers
 from pdsim.kv.policy import Policy
+from pdsim.kv.receiver import KvReceiver
 from pdsim.models.llm import Side
 from pdsim.serving.deployment import incarnation_name, instance_of
+from pdsim.serving.handoff.push import PushDecode
 from pdsim.serving.rank_process import RankProcess
 from pdsim.serving.workload import Request
 from pdsim.sim.hosts import JobClock
@@ -105,6 +107,24 @@ def test_an_introduction_of_an_earlier_process_is_ignored(
 
     monkeypatch.setattr(RankProcess, "send", again)
     assert serve([ONE, ONE], **SIDES, **changes).statuses == ["ok", "ok"]
+
+
+def test_a_question_of_a_dead_writer_gets_no_slot(monkeypatch: pytest.MonkeyPatch):
+    """It arrives after the proof that the writer is dead, and before the leader forgets its room."""
+    late: list[tuple[Any, ...]] = []
+    ask, sever = PushDecode._ask, KvReceiver.sever
+    monkeypatch.setattr(PushDecode, "_ask", lambda *question: late.append(question))
+
+    def proven(self: KvReceiver, rank: str) -> None:
+        sever(self, rank)
+        while late:
+            ask(*late.pop())
+
+    monkeypatch.setattr(KvReceiver, "sever", proven)
+    outcome = serve([ONE], {"prefill0.0": 0.02}, **SIDES, **STAGED)
+    assert outcome.statuses == ["PeerLost: nothing from prefill0 for 0.5 s"]
+    report = outcome.outcome.ranks["decode0.0"].value
+    assert (report["staging_held"], report["open_rooms"], report["ignored"]) == (0, 0, 2)  # one of each writer
 
 
 def test_pairs_that_no_room_joins_are_not_introduced(monkeypatch: pytest.MonkeyPatch):

@@ -202,7 +202,7 @@ class PushDecode(DecodeMover):
         staging = self.kv.landing
         if staging is not None:
             engine.handlers |= {
-                StagingRequest: engine.current(self.kv.ask),
+                StagingRequest: engine.current(self._ask),
                 StagingRelease: lambda _, message: staging.give_back(message),
             }
 
@@ -216,6 +216,13 @@ class PushDecode(DecodeMover):
 
     def _reserve(self, _: str, message: Destination) -> None:
         self.kv.reserve(message)
+
+    def _ask(self, sender: str, message: StagingRequest) -> None:
+        # Of a writer that is proven dead, nobody would give the slot back.
+        if self.fence.is_quiesced(message.prefill):
+            self.engine.ignore()
+        else:
+            self.kv.ask(sender, message)
 
     def _arrive(self, _: str, message: Arrival) -> None:
         # One on the way to an incarnation that is over is left out: nobody would end its rooms here.
