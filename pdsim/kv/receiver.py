@@ -107,13 +107,6 @@ class KvReceiver:
         if self.landing is not None:
             self.landing.sever(rank)
 
-    def ask(self, sender: str, message: StagingRequest) -> None:
-        """Answer a question for a staging slot, unless its room is over: nobody would give that slot back."""
-        if message.room in self._over:
-            self.ignored += 1
-        elif self.landing is not None:
-            self.landing.ask(sender, message)
-
     def notice(self, notification: Notification) -> None:
         """Count a write that has arrived.  Raise a `MessageError` if its payload is not an `Arrival`."""
         arrival = decode(notification.payload)

@@ -23,7 +23,6 @@ from pdsim.core.errors import ConfigError
 from pdsim.core.progress import silent
 from pdsim.kv.policy import Policy, Staging
 from pdsim.kv.push import KvSender
-from pdsim.kv.receiver import KvReceiver
 from pdsim.results.record import Result
 from pdsim.serving.handoff.push import PushDecode
 from pdsim.serving.prefill import PrefillScheduler, PrefillWorker
@@ -145,9 +144,9 @@ def test_a_campaign_that_is_told_to_end_does_not_wait_for_the_scenarios_that_are
     assert psutil.wait_procs(workers, timeout=30)[1] == []
 
 
-def answers_any(self: KvReceiver, sender: str, message: Any) -> None:
-    assert self.landing is not None
-    self.landing.ask(sender, message)
+def answers_any(self: PushDecode, sender: str, message: Any) -> None:
+    assert self.kv.landing is not None
+    self.kv.landing.ask(sender, message)
 
 
 def takes_its_own(self: PrefillWorker, message: Any) -> None:
@@ -174,7 +173,7 @@ def gathers_out_of_turn(self: PrefillWorker, message: Any, computed: Any, done: 
 
 DEFECTS = [
     # D11: slots of a room whose writer was silent, and given up, when it asked
-    (101759, 6, "late silences", (KvReceiver, "ask", answers_any), "I8"),
+    (101759, 6, "late silences", (PushDecode, "_ask", answers_any), "I8"),
     # D14: pages of a room that nobody had begun were free, and then computed and written all the same
     (339, 3, "aborts edges hosts", (PrefillScheduler, "_still_wanted", lambda _, forward: forward), "I3"),
     # D15: ranks of an instance wrote two rooms in different orders, and a reader learned of a last chunk first

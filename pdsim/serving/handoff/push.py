@@ -218,11 +218,11 @@ class PushDecode(DecodeMover):
         self.kv.reserve(message)
 
     def _ask(self, sender: str, message: StagingRequest) -> None:
-        # Of a writer that is proven dead, nobody would give the slot back.
+        # Nobody would give back the slot of a writer that is proven dead.
         if self.fence.is_quiesced(message.prefill):
             self.engine.ignore()
-        else:
-            self.kv.ask(sender, message)
+        elif self.kv.landing is not None:
+            self.kv.landing.ask(sender, message)
 
     def _arrive(self, _: str, message: Arrival) -> None:
         # One on the way to an incarnation that is over is left out: nobody would end its rooms here.
