@@ -307,9 +307,11 @@ class Foreseen:
         if len(set(path.links)) < len(path.links) or not 0.0 < level < inf:
             return False
         series.set(level)
-        # flows that follow one another at once would go on with the counters of the path
-        apart = bool((series.begins[1:] > series.ends[:-1]).all())
-        if not apart or not self._network.is_idle(path.live, series.first):
+        # flows that follow one another at once go on with the counter of the path, which rounds all but whole bytes
+        at_once = bool((series.begins[1:] <= series.ends[:-1]).any())
+        if at_once and not all(size.is_integer() for size in series.sizes):
+            return False
+        if not self._network.is_idle(path.live, series.first):
             return False
         affected = [other for other in self.beside(path.live) if _overlap(series, other)]
         if affected:

@@ -93,10 +93,13 @@ def slower(host, gpu):
 
 
 WAKING, SLEEPING = {"wake": 0.02, "idle_wake": 0.11, "idle_after": 0.3}, {"idle_after": 5.0, "idle_wake": 0.05}
+AT_ONCE = engine(cost(call=0.01, descriptor=0.0, overlap=True, latency=0.0))
 ONE, LATER, OTHER = (10.0, 0, 2, 10, 20), (100.0, 0, 2, 10, 20), (10.1, 1, 2, 10, 20)
 # hardware, engine, work, deaths, and how many times fewer events there are at least
 CASES = {
     "alone": (machine(), engine(), [[ONE]], {}, 4),
+    "each begins as the one before ends": (machine(), AT_ONCE, [[ONE]], {}, 2),
+    "the same, meeting another": (machine(), AT_ONCE, [[ONE], [(12.1, 0, 1, 10, 1)]], {}, 1),
     "in lockstep": (machine(), engine(), [[ONE], [ONE]], {}, 4),
     "the peer ends": (machine(), engine(), [[ONE]], {"sink0": 20.2}, 1),
     "it would time out": (machine(), engine(timeout=1.5), [[(10.0, 0, 2, 10, 3)]], {}, 0.9),
