@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run of one configuration: the target that it runs on, the experiment, and the files that it leaves.
 
-`run` is what the command line and `pdsim.simulate` call with a composed configuration; a sweep's workers call
-`execute`, for they have composed and checked their points before.
+`run` is what the command line, `pdsim.simulate` and the workers of a sweep call with a composed configuration.
 """
 
 from __future__ import annotations
@@ -29,26 +28,7 @@ from pdsim.results.store import JOURNALS, Run, entries
 if TYPE_CHECKING:
     from pdsim.verify.laws import LawChecker
 
-__all__ = ["Meter", "execute", "recovered", "run", "simulated"]
-
 _log = logging.getLogger(__name__)
-
-
-def run(
-    config: Config,
-    words: Sequence[str] = (),
-    options: Sequence[str] = (),
-    *,
-    quiet: bool = False,
-    progress: ShowProgress | None = None,
-) -> tuple[Result, Path]:
-    """Run *config*, which the overrides *words* were composed to, keep its result, and return it and its folder.
-
-    Among the notes of the result is what was set in vain.  The others are those of `execute`, and so are errors.
-    """
-    plain = [word.lstrip("+") for word in words]
-    notes = rules.notes(config, compose.set_keys(plain))
-    return execute(config, plain, options, notes=notes, quiet=quiet, progress=progress)
 
 
 class Meter:
@@ -85,12 +65,11 @@ class Meter:
         self._show(self._share + (self._until - self._share) * share, f"{self._text}{count}{more}")
 
 
-def execute(
+def run(
     config: Config,
     words: Sequence[str] = (),
     options: Sequence[str] = (),
     *,
-    notes: Sequence[str] = (),
     quiet: bool = False,
     name: str = "",
     durable: bool = True,
@@ -99,12 +78,14 @@ def execute(
     """Run the experiment of *config*, keep its result, and return it and its folder.
 
     *words* are the overrides that *config* was composed of, *options* say from which folder (``--config-dir=DIR``);
-    *notes* are added to those of the result; with *quiet* nothing is shown meanwhile, with *progress* it is shown
-    there; *name* and *durable* are those of `pdsim.results.store.Run`.
+    what they set in vain is among the notes of the result.  With *quiet* nothing is shown meanwhile, with *progress*
+    it is shown there; *name* and *durable* are those of `pdsim.results.store.Run`.
 
     Raise a `ConfigError` if the experiment refuses *config*; nothing is left of the run then.  Any other exception
     leaves what there is of the run in its folder and says where, as a note of the exception.
     """
+    words = [word.lstrip("+") for word in words]
+    notes = rules.notes(config, compose.set_keys(words))
     experiment = plugins.resolve(plugins.EXPERIMENTS, config.experiment.name)
     measure: Callable[..., Result] = experiment.run
     keeps_files: bool = getattr(experiment, "KEEPS_FILES", False)

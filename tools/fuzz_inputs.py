@@ -162,7 +162,7 @@ def _endpoints() -> tuple[Any, Any]:
 def kept_run(folder: Path) -> Path:
     """Return the folder, within *folder*, of a right run: a small one on the model."""
     from pdsim.config.compose import compose
-    from pdsim.run import execute
+    from pdsim.run import run
 
     words = ["hw=8xh20", "workload.count=3", f"output={folder}"]
-    return execute(compose(words), words, quiet=True)[1]
+    return run(compose(words), words, quiet=True)[1]

@@ -22,7 +22,7 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 
 from pdsim.cli.help import parse
 from pdsim.cli.process import only_json
-from pdsim.config import build, compose, rules
+from pdsim.config import build, compose
 from pdsim.config.compose import CommandLine
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError, instead
@@ -219,8 +219,7 @@ class _Composer:
         except ConfigError as error:
             name = hashlib.sha256("\0".join((__version__, *shown)).encode()).hexdigest()[:12]
             return Point(name=name, words=shown, choice=choice, refusal=str(error))
-        notes = tuple(rules.notes(config, compose.set_keys(shown)))
-        return Point(name=name_of(config), words=shown, choice=choice, config=config, notes=notes)
+        return Point(name=name_of(config), words=shown, choice=choice, config=config)
 
 
 # --- searched by Optuna --------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 from pdsim.core.errors import ConfigError, RunWarning
 from pdsim.core.progress import ShowProgress
 from pdsim.results import store
-from pdsim.run import execute
+from pdsim.run import run
 from pdsim.sweep import collect
 from pdsim.sweep.collect import FINAL, Ledger
 from pdsim.sweep.executors import Executor
@@ -126,7 +126,7 @@ def measure(point: Point) -> dict[str, Any]:
     if unfinished.exists():  # of a process that was killed: the sweep's lock says that it is no more
         shutil.rmtree(unfinished)
     try:
-        execute(point.config, point.words, notes=point.notes, quiet=True, name=point.name, durable=False)
+        run(point.config, point.words, quiet=True, name=point.name, durable=False)
     except ConfigError as error:
         return _refused(point, str(error))
     except Exception as error:
@@ -140,12 +140,12 @@ def _refused(point: Point, why: str) -> dict[str, Any]:
 
 
 def _kept(point: Point, folder: Path) -> dict[str, Any]:
-    run = store.load(folder)
+    kept = store.load(folder)
     return point.row(
-        run["status"],
-        run["error"],
+        kept["status"],
+        kept["error"],
         folder=folder.name,
-        evidence=run["evidence"]["weakest"],
-        metrics={name: metric["value"] for name, metric in run["metrics"].items()},
-        definitions={name: metric["definition"] for name, metric in run["metrics"].items()},
+        evidence=kept["evidence"]["weakest"],
+        metrics={name: metric["value"] for name, metric in kept["metrics"].items()},
+        definitions={name: metric["definition"] for name, metric in kept["metrics"].items()},
     )

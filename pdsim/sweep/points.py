@@ -34,7 +34,6 @@ class Point:
     words: tuple[str, ...]  # overrides, complete, as on the command line
     choice: Mapping[str, str] = field(default_factory=dict)  # keys of the sweep's axes with this point's values
     config: Config | None = None
-    notes: tuple[str, ...] = ()
     refusal: str = ""  # why it cannot be run, if it has no config
 
     def row(self, status: str, error: str, **more: Any) -> dict[str, Any]:
