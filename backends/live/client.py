@@ -149,7 +149,8 @@ def token_ids(request: Request, number: int, seed: int, vocabulary: int) -> Ids:
     sixteenth of *vocabulary* is left out: special tokens are there.
     """
     low = vocabulary // 16
-    blocks = [_drawn(seed, "block", name, HASHED, low, vocabulary) for name in _named(request)]
+    names = islice(request.hash_ids, -(-request.input // HASHED))
+    blocks = [_drawn(seed, "block", name, HASHED, low, vocabulary) for name in names]
     rest = request.input - HASHED * len(blocks)
     if rest > 0:
         blocks.append(_drawn(seed, "request", number, rest, low, vocabulary))
@@ -162,10 +163,6 @@ def encoded(request: Request, number: int, seed: int, vocabulary: int, prompts: 
     if prompts == "text":
         return msgspec.json.encode(" ".join(WORDS[one % len(WORDS)] for one in ids))
     return msgspec.json.encode(ids)
-
-
-def _named(request: Request) -> list[int]:
-    return list(islice(request.hash_ids, -(-request.input // HASHED)))
 
 
 def _drawn(seed: int, kind: str, name: int, count: int, low: int, high: int) -> Ids:

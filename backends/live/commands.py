@@ -78,6 +78,7 @@ def launches(config: Config, engine: str, model: Path, release: str = "") -> lis
     engine's *release*, such as "0.5.12", or of the newest known one. `refusals` yields nothing for *config*.
     """
     live, places = config.live, _places(config)
+    version = tuple(map(int, re.findall(r"\d+", release)[:3])) or _ATTENTION_DP
     every = sorted({gpu for *_, gpus in places for gpu in gpus})
     servers = []
     for number, (name, role, side, gpus) in enumerate(places):
@@ -85,7 +86,7 @@ def launches(config: Config, engine: str, model: Path, release: str = "") -> lis
         if engine == "vllm":
             arguments, environment = _vllm(config, role, side, number)
         else:
-            arguments, environment = _sglang(config, role, side, number, bootstrap, _version(release))
+            arguments, environment = _sglang(config, role, side, number, bootstrap, version)
         path = "--model" if engine == "vllm" else "--model-path"
         command = (
             *(live.python or sys.executable, "-m", MODULES[engine], path, str(model)),
@@ -123,10 +124,6 @@ def _places(config: Config) -> list[tuple[str, str, Side, tuple[int, ...]]]:
             free += size
             places.append((f"{role}{instance}", role, side, gpus if config.hw.gpus else ()))
     return places
-
-
-def _version(release: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", release)[:3])) or _ATTENTION_DP
 
 
 def _flags(**values: object) -> list[str]:

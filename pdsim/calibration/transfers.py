@@ -288,7 +288,11 @@ def simplest(fits: Sequence[Fit], points: Points) -> Fit:
     """
     if len(fits) == 1:
         return fits[0]
-    unseen = [np.concatenate([abs(error) for error in _fold_errors(one, points)]) for one in fits]
+    unseen = []
+    for one in fits:
+        folds = ((points.take(kept), points.take(left)) for kept, left in _folds(len(points), FOLDS))
+        away = [errors(fit(one.form, kept, one.base, one.at), left) for kept, left in folds]
+        unseen.append(np.abs(np.concatenate(away)))
     means = np.array([error.mean() for error in unseen])
     best = unseen[int(means.argmin())]
     worse = [each - best for each in unseen]  # in pairs: what both get wrong tells nothing of either
@@ -298,11 +302,6 @@ def simplest(fits: Sequence[Fit], points: Points) -> Fit:
     close = [index for index in close if richness[index] == least]
     enough = means[close].min() + NEGLIGIBLE
     return fits[next(index for index in close if means[index] <= enough)]
-
-
-def _fold_errors(one: Fit, points: Points) -> Iterator[Floats]:
-    for kept, left in _folds(len(points), FOLDS):
-        yield errors(fit(one.form, points.take(kept), one.base, one.at), points.take(left))
 
 
 def _folds(count: int, parts: int) -> Iterator[tuple[Ints, Ints]]:

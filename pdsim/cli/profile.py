@@ -21,6 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from backends.profiling import inventory, runner
 from pdsim.calibration import kernels as fits
 from pdsim.cli.help import parse, plain_name
 from pdsim.compute.forward import peaks
@@ -35,7 +36,6 @@ from pdsim.results.record import Table
 from pdsim.results.store import whole_file
 
 if TYPE_CHECKING:
-    from backends.profiling.runner import ProfiledDevice
     from pdsim.calibration.compaction import Summary
     from pdsim.compute.tables import Grid
 
@@ -73,7 +73,7 @@ def profile(words: Sequence[str]) -> int:
     if compact and (source is None or not source.is_dir()):
         raise ConfigError("--compact needs --from DIR, a folder of systems/data of aiconfigurator-core")
     config = compose([*(word for word in overrides if not word.startswith("model=")), "experiment=serve"])
-    where = None if source else _device(kind)
+    where = None if source else runner.device(kind)
     command = shlex.join(["pdsim", "profile", *words])
     store.make(to, "--to ")
     path = to / (asked.get("--name") or (config.hw.gpu.name.lower() if config.hw.gpu else config.hw.name))
@@ -114,21 +114,13 @@ def _models(text: str) -> list[tuple[str, int, int]]:
 # --- measuring -----------------------------------------------------------------------------------------------------
 
 
-def _device(kind: str) -> ProfiledDevice:
-    from backends.profiling import runner
-
-    return runner.device(kind)
-
-
 def _measured(
     models: Sequence[tuple[str, int, int]],
-    where: ProfiledDevice,
+    where: runner.ProfiledDevice,
     config: Config,
     command: str,
     asked: Mapping[str, Any],
 ) -> tuple[dict[str, str], Rows]:
-    from backends.profiling import inventory, runner
-
     nothing = CommandLine(words=())
     with initialized(nothing):  # without the checks of a deployment: a shard alone fits where the model does not
         shapes = {name: load(plain(nothing, [f"model={name}"])).model for name, _, _ in models}

@@ -152,13 +152,11 @@ class KvReceiver:
                 return
             if room.rows:  # into the slot that the room has now, whichever the writer meant
                 write_metadata(self.pool.rows, self.layout, there.slot, room.rows)
-            reason = reason or self._verify(there)
+            own = there.room, there.input, there.pages, there.state, there.held, there.slot
+            reason = reason or self.pool.verify(*own)
         del self._rooms[number]
         self._hold(self._stall)
         self.report(TransferDone(number, reason=reason), room.last)
-
-    def _verify(self, there: Destination) -> str:
-        return self.pool.verify(there.room, there.input, there.pages, there.state, there.held, there.slot)
 
 
 # --- the staging ring ----------------------------------------------------------------------------------------------

@@ -51,7 +51,8 @@ def content(folder: Path, slo: SloLimits | None = None) -> Content:
     else:
         first = ranked[0]
         tables.insert(0, best.table(ranked, f"Best of {len(ranked)} points, {slo or 'the SLO of each'}", count=20))
-        lines.append(f"best: {_choice(first) or first.point}, {first.value:.3g} good requests/s/GPU")
+        choice = ", ".join(f"{key}={value}" for key, value in first.choice.items())
+        lines.append(f"best: {choice or first.point}, {first.value:.3g} good requests/s/GPU")
         tiles += [
             Tile("best goodput", f"{first.value:.3g}/s/GPU"),
             Tile("requests within the SLO there", f"{100 * first.attainment:.3g} %"),
@@ -110,10 +111,6 @@ def _command(folder: Path) -> str:
             values.setdefault(key, {})[str(value)] = None
     words = [f"{key}={','.join(each)}" for key, each in values.items()]
     return f"pdsim sweep {join(words)}" if prod(map(len, values.values())) == len(rows) else ""
-
-
-def _choice(each: Ranked) -> str:
-    return ", ".join(f"{key}={value}" for key, value in each.choice.items())
 
 
 def _pareto(ranked: Sequence[Ranked]) -> Figure:
