@@ -49,14 +49,13 @@ def sweep(words: Sequence[str]) -> int:
     space, searched = space_of([word for word in rest if word not in own], options), _search_of(options)
     executor = executor_of(own, space.line)
     with compose.initialized(space.line):
-        composer = _Composer(space)
         if searched is None:
-            points = composer.points()
+            points = space.points()
         elif not space.keys:
             raise ConfigError("--search has nothing to choose; write KEY=A,B or KEY=interval(LOW,HIGH)")
         else:
             lowest = {key: repr(low) for key, (low, _) in space.intervals.items()}
-            points = [composer.point(next(combinations(space.axes)) | lowest)]
+            points = [space.point(next(combinations(space.axes)) | lowest)]
         if not points:
             raise ConfigError("a key has no value; see pdsim sweep --help")
         if searched is None and all(point.config is None for point in points):
@@ -75,7 +74,7 @@ def sweep(words: Sequence[str]) -> int:
                     if searched is None:
                         rows = driver.sweep(folder, points, executor, shown, track)
                     else:
-                        rows = _search(searched, folder, composer, executor, shown, track)
+                        rows = _search(searched, folder, space, executor, shown, track)
             except KeyboardInterrupt:
                 raise KeyboardInterrupt(f"finished points are in {folder}; repeat the command to resume") from None
             if json or not quiet:
@@ -158,8 +157,32 @@ class Space:
         Raise a `ConfigError`, or what Hydra raises, for words that are wrong in themselves, such as an unknown
         option, and for an interval.
         """
+        if self.intervals:
+            raise ConfigError(
+                f"{next(iter(self.intervals))}=interval(...) has no list of values; add --search optuna"
+            )
+        by_name: dict[str, Point] = {}
         with compose.initialized(self.line):
-            return _Composer(self).points()
+            for choice in combinations(self.axes):
+                point = self.point(choice)
+                by_name.setdefault(point.name, point)
+        return list(by_name.values())
+
+    def point(self, choice: Mapping[str, str]) -> Point:
+        """Return the point at *choice*, values by key, within `compose.initialized`.
+
+        Its name is a hash of its configuration; one that is refused has none, and is named by its words and pdsim's
+        version.
+        """
+        words = [*self.fixed, *(f"{key}={value}" for key, value in choice.items())]
+        values = compose.plain(self.line, words)
+        shown = tuple(word.lstrip("+") for word in words)
+        try:
+            config = compose.load(values, words, self.line.folders)
+        except ConfigError as error:
+            name = hashlib.sha256("\0".join((__version__, *shown)).encode()).hexdigest()[:12]
+            return Point(name=name, words=shown, choice=choice, refusal=str(error))
+        return Point(name=name_of(config), words=shown, choice=choice, config=config)
 
 
 def space_of(words: Sequence[str], options: Mapping[str, Any]) -> Space:
@@ -191,35 +214,6 @@ def space_of(words: Sequence[str], options: Mapping[str, Any]) -> Space:
 
 def _key(override: Override) -> str:
     return str(override.get_key_element()).lstrip("+")
-
-
-class _Composer:
-    """Composes points of one sweep."""
-
-    def __init__(self, space: Space) -> None:
-        self.space, self._line = space, space.line
-
-    def points(self) -> list[Point]:
-        if intervals := self.space.intervals:
-            raise ConfigError(f"{next(iter(intervals))}=interval(...) has no list of values; add --search optuna")
-        by_name: dict[str, Point] = {}
-        for choice in combinations(self.space.axes):
-            point = self.point(choice)
-            by_name.setdefault(point.name, point)
-        return list(by_name.values())
-
-    def point(self, choice: Mapping[str, str]) -> Point:
-        # Its name is a hash of its configuration; one that is refused has no configuration, and is named by its
-        # words and pdsim's version.
-        words = [*self.space.fixed, *(f"{key}={value}" for key, value in choice.items())]
-        values = compose.plain(self._line, words)
-        shown = tuple(word.lstrip("+") for word in words)
-        try:
-            config = compose.load(values, words, self._line.folders)
-        except ConfigError as error:
-            name = hashlib.sha256("\0".join((__version__, *shown)).encode()).hexdigest()[:12]
-            return Point(name=name, words=shown, choice=choice, refusal=str(error))
-        return Point(name=name_of(config), words=shown, choice=choice, config=config)
 
 
 # --- searched by Optuna --------------------------------------------------------------------------------------------
@@ -261,7 +255,7 @@ class OptunaSearch:
 def _search(
     what: OptunaSearch,
     folder: Path,
-    composer: _Composer,
+    space: Space,
     executor: Executor,
     progress: ShowProgress,
     track: Track | None,
@@ -281,7 +275,7 @@ def _search(
             progress(done / what.trials, f"{done} of {what.trials} trials; {text.rpartition('; ')[2]}")
 
         trials = [study.ask() for _ in range(min(BATCH, what.trials - done))]
-        batch = [composer.point(_choice(trial, composer.space)) for trial in trials]
+        batch = [space.point(_choice(trial, space)) for trial in trials]
         points |= {point.name: point for point in batch}
         if able := any(point.config is not None for point in points.values()):
             rows = {row["point"]: row for row in driver.sweep(folder, list(points.values()), executor, show, track)}
