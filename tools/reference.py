@@ -44,7 +44,7 @@ from pdsim.config.keys import Key
 from pdsim.core import plugins
 from pdsim.core.repository import data
 from pdsim.kv.policy import Policy
-from pdsim.recipes import TAKEN
+from pdsim.recipes import known
 from pdsim.results.schema import INSTANTS, LIVE, OPTIONAL, REQUESTS, SAMPLES, TRANSFERS, Column
 from pdsim.verify.invariants import INVARIANTS
 from pdsim.verify.laws import LAWS
@@ -84,9 +84,10 @@ def configuration() -> Iterator[str]:
 def flags() -> Iterator[str]:
     """Yield the table of docs/deployments.md: the key that each flag of vLLM and SGLang decides."""
     by_key: dict[str, list[str]] = {}
-    for flag, key in TAKEN.items():
-        by_key.setdefault(key, []).append(f"`--{flag}`")
-    yield from markdown(("flags", "key"), [(", ".join(each), f"`{key}`") for key, each in by_key.items()])
+    for flag, key in (known()["vllm"] | known()["sglang"] | known()["dynamo"]).items():
+        if key:
+            by_key.setdefault(key, []).append(f"`--{flag}`")
+    yield from markdown(("flags", "key"), [(", ".join(each), f"`{key}`") for key, each in sorted(by_key.items())])
 
 
 def _own(options: type) -> Iterator[Key]:

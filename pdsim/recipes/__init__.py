@@ -2,7 +2,8 @@
 """A deployment's own words as a configuration: command lines of vLLM and SGLang, scripts and YAML with them.
 
 `servers` finds the servers in a text: a command line, a shell script, or the YAML of Kubernetes, LeaderWorkerSet,
-Dynamo or llm-d.  `translated` says what each flag becomes.  Flags are those of the releases in ``flags.txt``.
+Dynamo or llm-d.  `translated` says what each flag becomes: ``flags.txt`` has those of the known releases, each with
+the key that it decides.
 """
 
 from __future__ import annotations
@@ -38,51 +39,6 @@ ALIASES = {
                "attn-cp-size": "attention-context-parallel-size", "model": "model-path"},
 }  # fmt: skip
 """Other spellings of flags."""
-
-TAKEN = {
-    "tensor-parallel-size": "parallel.{side}.tp",
-    "pipeline-parallel-size": "parallel.{side}.pp",
-    "data-parallel-size": "parallel.{side}.dp",
-    "enable-expert-parallel": "parallel.{side}.ep",
-    "expert-parallel-size": "parallel.{side}.ep",
-    "moe-a2a-backend": "parallel.{side}.ep",
-    "enable-dp-attention": "parallel.{side}.dp",
-    "attention-context-parallel-size": "parallel.{side}.cp",
-    "block-size": "kv.page_size",
-    "page-size": "kv.page_size",
-    "gpu-memory-utilization": "scheduler.memory_fraction",
-    "mem-fraction-static": "scheduler.memory_fraction",
-    "max-num-seqs": "scheduler.decode_batch",
-    "max-running-requests": "scheduler.decode_batch",
-    "max-num-batched-tokens": "scheduler.chunk",
-    "chunked-prefill-size": "scheduler.chunk",
-    "kv-cache-memory-bytes": "kv.pool",
-    "kv-cache-dtype": "model.kv_dtype",
-    "quantization": "model.dtype_bytes",
-    "max-model-len": "model.context",
-    "context-length": "model.context",
-    "enable-prefix-caching": "cache",
-    "no-enable-prefix-caching": "cache",
-    "disable-radix-cache": "cache",
-    "disaggregation-decode-enable-radix-cache": "cache.decode",
-    "kv-transfer-config": "backend",
-    "disaggregation-transfer-backend": "backend",
-    "disaggregation-mode": "experiment.deployment",
-    "is-prefill-worker": "experiment.deployment",
-    "is-decode-worker": "experiment.deployment",
-    "async-scheduling": "engine.overlap",
-    "no-async-scheduling": "engine.overlap",
-    "disable-overlap-schedule": "engine.overlap",
-    "enable-mixed-chunk": "engine.mixed",
-    "scheduler-recv-interval": "engine.look",
-    "enforce-eager": "compute.graph_tokens",
-    "compilation-config": "compute.graph_tokens",
-    "optimization-level": "compute.graph_tokens",
-    "max-cudagraph-capture-size": "compute.graph_tokens",
-    "model": "model",
-    "model-path": "model",
-}
-"""The key that each flag decides."""
 
 TIMELESS = re.compile(
     r"host|port|\S*-port|\S*-(names?|path|dir|address|addr|parser|plugin|revision|interval|timeout|logs?|metrics)"
@@ -265,13 +221,18 @@ def _flags(engine: str, words: Sequence[str]) -> dict[str, str]:
 
 
 @cache
-def _known() -> dict[str, set[str]]:
-    names: dict[str, set[str]] = {}
+def known() -> dict[str, dict[str, str]]:
+    """Return by engine the key that each of its flags decides, as ``parallel.{side}.tp``, or "".
+
+    Flags that only Dynamo has are under ``dynamo``.
+    """
+    names: dict[str, dict[str, str]] = {}
     for line in (Path(__file__).parent / "flags.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
-            of = names.setdefault(line.split()[1], set())
+            of = names.setdefault(line.split()[1], {})
         else:
-            of.add(line)
+            flag, _, key = line.partition(" ")
+            of[flag] = key
     return names
 
 
@@ -300,18 +261,18 @@ def translated(every: Sequence[Server], hw: str = "", ignore_unknown: bool = Fal
     words = tuple(f"{key}={value}" for key, value in config.items())
     taken: list[tuple[str, str, str]] = []
     timeless, unmodelled, unknown = list[str](), list[str](), list[str]()
-    known = _known()[engine] | _known()["dynamo"] | set(ALIASES[engine])
+    flags = known()["dynamo"] | dict.fromkeys(ALIASES[engine], "") | known()[engine]
     for side, server in by_side.items():
         for flag, value in server.flags.items():
             typed = f"--{flag} {value}".strip()
-            key = TAKEN.get(flag, "").format(side="decode" if side == "server" else side)
+            key = flags.get(flag.removeprefix("no-"), "").format(side="decode" if side == "server" else side)
             if key in config:
                 taken.append((side, typed, f"{key}={config[key]}"))
-            elif flag.removeprefix("no-") not in known and flag not in TAKEN and not TIMELESS.fullmatch(flag):
+            elif flag.removeprefix("no-") not in flags and not TIMELESS.fullmatch(flag):
                 if not ignore_unknown:
                     raise ConfigError(
                         f"--{flag} is no flag of {engine} as of the releases that pdsim knows; "
-                        f"{near(flag, sorted(known), '--{}')}leave it out, or pass --ignore-unknown"
+                        f"{near(flag, sorted(flags), '--{}')}leave it out, or pass --ignore-unknown"
                     )
                 unknown.append(typed)
             else:
@@ -322,6 +283,13 @@ def translated(every: Sequence[Server], hw: str = "", ignore_unknown: bool = Fal
             words = (*words, word) if word not in words else words
     unique = (tuple(dict.fromkeys(each)) for each in (timeless, unmodelled, unknown))
     return Recipe(words, tuple(taken), *unique)
+
+
+_NUMBERS = (
+    *("kv.page_size", "scheduler.memory_fraction", "scheduler.decode_batch", "scheduler.chunk", "kv.pool"),
+    *("engine.look", "model.context"),
+)
+"""Keys that a flag gives a number, that of the decode servers but for one."""
 
 
 def _whole(engine: str, by_side: Mapping[str, Server], instances: Mapping[str, int]) -> dict[str, Any]:
@@ -338,23 +306,15 @@ def _whole(engine: str, by_side: Mapping[str, Server], instances: Mapping[str, i
         config |= {
             key.replace("decode", "prefill"): n for key, n in config.items() if key.startswith("parallel.decode")
         }
-    for flags, server in (
-        (("block-size", "page-size"), decode),
-        (("gpu-memory-utilization", "mem-fraction-static"), decode),
-        (("max-num-seqs", "max-running-requests"), decode),
-        (("max-num-batched-tokens", "chunked-prefill-size"), prefill),
-        (("kv-cache-memory-bytes",), decode),
-        (("scheduler-recv-interval",), decode),
-        (("max-model-len", "context-length"), decode),
-    ):
-        for flag in flags:
-            value = server.flags.get(flag, "")
-            if value and value != "auto":
+    for key in _NUMBERS:
+        server = prefill if key == "scheduler.chunk" else decode
+        for flag, value in server.flags.items():
+            if known()[engine].get(flag) == key and value not in ("", "auto"):
                 number = _number(flag, value)
                 shared = flag in ("max-running-requests", "chunked-prefill-size")  # of all attention groups
                 groups = int(server.flags.get("data-parallel-size", 1)) if shared else 1
                 if number > 0:  # -1 is the engine's own choice
-                    config[TAKEN[flag]] = max(1, int(number) // groups) if number == int(number) else number
+                    config[key] = max(1, int(number) // groups) if number == int(number) else number
     off = {"vllm": "no-enable-prefix-caching", "sglang": "disable-radix-cache"}[engine]
     # pdsim's prefix caches keep no state beside KV
     config["cache"] = "none" if off in prefill.flags or _shipped(config["model"]).get("hybrid") else engine
