@@ -136,16 +136,7 @@ def read(path: Path) -> Samples:
 
     Raise a `ConfigError` that names the row if it holds what cannot be.
     """
-    try:
-        lines = files.text(path).splitlines()
-        rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{path}: {why}; name a CSV file of samples") from error
-    comments = (line[1:].strip() for line in lines if line.startswith("#"))
-    about = dict(comment.split(": ", 1) for comment in comments if ": " in comment)
-    if not rows:
-        raise ConfigError(f"{path} has no samples; it needs the columns {', '.join(_NAMES)}")
+    about, rows = files.table(path, f"name a CSV file of samples, with the columns {', '.join(_NAMES)}")
     return Samples([_parsed(row, f"{path}, row {number}") for number, row in enumerate(rows, 1)], about)
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from pdsim.core.errors import ConfigError
+from pdsim.results.kept import SloLimits, parse_slo
 from pdsim.results.report.page import Content, Explore, page
-from pdsim.results.slo import SloLimits, parse_slo
 from pdsim.sweep import collect
 
 Make = Callable[[Path, SloLimits | None], Content]

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from pdsim.core.errors import ConfigError, instead
-from pdsim.results import slo as slos
 from pdsim.results import terminal
+from pdsim.results.kept import KeptRun, SloLimits, parse_slo
 from pdsim.results.store import make, whole_file
 from pdsim.run import recovered
 from pdsim.sweep import best as ranking
@@ -68,7 +68,7 @@ def report(folders: Sequence[Path], asked: Asked) -> str:
     if len(folders) > 1:
         raise ConfigError(f"report is about one run, sweep or validation, got {len(folders)}")
     folder, figure, form = folders[0], asked.get("--figure", ""), asked.get("--format", "")
-    slo = slos.parse_slo(asked["--slo"]) if "--slo" in asked else None
+    slo = parse_slo(asked["--slo"]) if "--slo" in asked else None
     output: Path | None = asked.get("--output")
     if "--serve" in asked or "--port" in asked:
         page.needs()
@@ -89,7 +89,7 @@ def report(folders: Sequence[Path], asked: Asked) -> str:
     return _written(output or Path(f"{figure}.{form}"), drawing.image(figures[figure], form))
 
 
-def _content(folder: Path, slo: slos.SloLimits | None) -> Any:
+def _content(folder: Path, slo: SloLimits | None) -> Any:
     if _is_sweep(folder):
         from pdsim.sweep import pareto
 
@@ -132,7 +132,7 @@ def best(folders: Sequence[Path], asked: Asked) -> str:
             f"best ranks the points of one sweep, got {' '.join(map(str, folders))}; name the folder of a sweep, "
             "such as results/sweep-HASH, or see pdsim compare"
         )
-    slo = slos.parse_slo(asked["--slo"]) if "--slo" in asked else None
+    slo = parse_slo(asked["--slo"]) if "--slo" in asked else None
     ranked = ranking.rank(folders[0], slo)
     if "--json" in asked:
         return dumps([asdict(each) | {"goodput_per_gpu": each.value} for each in ranked], default=str)
@@ -163,7 +163,7 @@ def compare(folders: Sequence[Path], asked: Asked) -> str:
     from pdsim.results import compare
 
     _refuse_sweeps("two of its points", folders)
-    slo = slos.parse_slo(asked["--slo"]) if "--slo" in asked else None
+    slo = parse_slo(asked["--slo"]) if "--slo" in asked else None
     if "--json" in asked:
         return dumps(compare.as_dict(folders, slo), ensure_ascii=False)
     for table in compare.tables(folders, slo):
@@ -174,7 +174,6 @@ def compare(folders: Sequence[Path], asked: Asked) -> str:
 def export(folders: Sequence[Path], asked: Asked) -> str:
     """Write a run in the format of another tool, and return the paths of the files."""
     from pdsim.results.export import FORMATS, exported
-    from pdsim.results.kept import KeptRun
 
     _refuse_sweeps("one of its points", folders)
     if len(folders) > 1 or "--format" not in asked:

@@ -83,7 +83,7 @@ def profile(words: Sequence[str]) -> int:
         return _from_tables(source, (engine, version), config, path)
     if where is None:
         assert source is not None
-        about, rows = read(source)
+        about, rows = files.table(source, "name a file that pdsim profile wrote")
     else:
         about, rows = _measured(models, where, config, command, asked)
         _write_rows(path.with_name(f"{path.name}.csv"), about, rows)
@@ -169,22 +169,6 @@ def _installed(source: Path) -> Path:
         known = ", ".join(sorted(each.name for each in folder.iterdir() if each.is_dir()))
         raise ConfigError(f"--from {source}: no such file, and aiconfigurator-core has tables of {known}")
     return folder / source
-
-
-def read(path: Path) -> tuple[dict[str, str], Rows]:
-    """Return what the profile in *path* says about itself, and its rows, every value still a text.
-
-    Raise a `ConfigError` if *path* cannot be read as UTF-8 or as CSV, or has no rows.
-    """
-    try:
-        lines = files.text(path).splitlines()
-        rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{path}: {why}; name a file that pdsim profile wrote") from error
-    if not rows:
-        raise ConfigError(f"{path} has no rows; name a file that pdsim profile wrote")
-    return dict(line[1:].strip().split(": ", 1) for line in lines if line.startswith("#") and ": " in line), rows
 
 
 # --- fitting -------------------------------------------------------------------------------------------------------

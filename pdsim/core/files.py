@@ -2,11 +2,12 @@
 """Files that somebody else may have written: they are regular, bounded, and print nothing but text.
 
 Such files are opened here: by `regular` to be read line by line, by `whole` and `text` at once, by `yaml_text` as
-YAML.  A file that is refused is an `OSError`, as one that cannot be read is.
+YAML, by `table` as CSV.  A file that is refused is an `OSError`, as one that cannot be read is.
 """
 
 from __future__ import annotations
 
+import csv
 import errno
 import os
 import re
@@ -52,6 +53,21 @@ def whole(path: Path, most: int = _WHOLE) -> bytes:
 def text(path: Path, most: int = _WHOLE) -> str:
     """Return the text of *path*, UTF-8 with any line endings.  Raise as `whole`, and a `UnicodeDecodeError`."""
     return whole(path, most).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def table(path: Path, way_out: str) -> tuple[dict[str, str], list[dict[str, str]]]:
+    """Return what the comments of the CSV file *path* say, ``# key: value``, and its rows by column.
+
+    Raise a `ConfigError` that ends in *way_out* if it cannot be read, or has no rows.
+    """
+    try:
+        lines = text(path).splitlines()
+        rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}; {way_out}") from error
+    if not rows:
+        raise ConfigError(f"{path} has no rows; {way_out}")
+    return dict(line[1:].strip().split(": ", 1) for line in lines if line.startswith("#") and ": " in line), rows
 
 
 def yaml_text(path: Path) -> str:

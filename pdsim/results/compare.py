@@ -21,8 +21,8 @@ from pdsim.config.keys import dataclasses_in
 from pdsim.core import units
 from pdsim.core.errors import ConfigError
 from pdsim.results import schema
+from pdsim.results.kept import SloLimits, met
 from pdsim.results.record import Table
-from pdsim.results.slo import SloLimits, met
 from pdsim.results.store import load
 from pdsim.results.terminal import headline, share
 

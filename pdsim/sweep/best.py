@@ -15,8 +15,8 @@ from typing import Any
 from pdsim.core.errors import ConfigError
 from pdsim.core.units import format_time
 from pdsim.results import schema
+from pdsim.results.kept import LATENCIES, SloLimits, met
 from pdsim.results.record import Table, pareto, percentile
-from pdsim.results.slo import LATENCIES, SloLimits, met
 from pdsim.results.terminal import GOAL, share
 from pdsim.sweep import collect
 

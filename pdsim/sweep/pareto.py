@@ -21,9 +21,9 @@ from pdsim.core.errors import ConfigError
 from pdsim.core.units import format_time
 from pdsim.results import schema
 from pdsim.results.drawing import Figure, Marks, Panel, Scale
+from pdsim.results.kept import SloLimits
 from pdsim.results.report import run_report
 from pdsim.results.report.page import Content, Tile
-from pdsim.results.slo import SloLimits
 from pdsim.sweep import best, collect
 from pdsim.sweep.best import Ranked
 

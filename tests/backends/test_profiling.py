@@ -9,6 +9,7 @@ import pytest
 
 from pdsim.cli import profile
 from pdsim.cli.main import main
+from pdsim.core import files
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("torch", reason="measuring a forward needs PyTorch")
@@ -24,7 +25,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_operator_of_the_models_has_rows(measured: Path):
-    about, rows = profile.read(measured / "compute" / "mine.csv")
+    about, rows = files.table(measured / "compute" / "mine.csv", "")
     assert about["kind"] == "measured"
     wanted = {"gemm", "prefill", "decode", "norm", "activation", "rotary", "mla_prefill", "mla_decode", "mla_absorb"}
     assert wanted | {"launch", "step", "forward"} == {row["operator"] for row in rows}

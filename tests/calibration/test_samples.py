@@ -53,7 +53,7 @@ def test_a_file_gives_back_what_was_written_to_be_measured_again(tmp_path):
     [
         ("blocks,size,seconds\n1,8,1.0\n0,8,1.0\n", r"s\.csv, row 2: sample\.blocks must be > 0, got 0"),
         ("blocks,size\n1,8\n", r"s\.csv, row 1: Object missing required field `seconds`"),
-        ("# kind: measured\n", "has no samples; it needs the columns pattern, blocks"),
+        ("# kind: measured\n", "has no rows; name a CSV file of samples, with the columns pattern, blocks"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_refused(tmp_path, text, message):

@@ -7,7 +7,7 @@ import pytest
 from pdsim.cli.main import main
 from pdsim.core.errors import ConfigError
 from pdsim.results.compare import as_dict
-from pdsim.results.slo import parse_slo
+from pdsim.results.kept import parse_slo
 from pdsim.sweep.best import Ranked, chart, front, rank, table
 from pdsim.sweep.pareto import content
 
