@@ -141,12 +141,10 @@ run parallel=tp2 parallel.prefill.tp=3 -> tp=3 does not divide the 64 heads of m
 run model=qwen3-8b kv.pool=95GB -> of weights exceed the
 run hw=2xh200 model=llama-3.1-70b -> puts 132 GiB of weights on each GPU at parallel.prefill.tp=1
 run hw=2x8xh20 backend=mooncake_nvlink -> works within a node only, but prefill and decode lie on different
-run hw=2x8xh100 parallel.prefill.tp=4 parallel.prefill.instances=1 parallel.decode.tp=16 -> GPUs
 run backend=mori -> backend=mori runs on amd machines, hw=8xh20 is nvidia; leave backend out
 run hw.nic.count=0 backend=mooncake -> moves bytes over rdma, but hw=8xh20 has no network cards
 run workload.rate=2 -> workload.rate=2.0 has no effect on embedded arrivals; choose workload=poisson, or
 run workload=poisson workload.cv=3 -> has no effect on poisson arrivals; choose workload=gamma, or
-run workload=smoke workload.trace=x -> workload.trace=x has requests of its own, and workload.arrivals=poisson gen
 run target=real hw=loopback backend.options.thread=4 -> backend.options.thread is not an option of backend=mooncake_t
 run target=real -> target=real on hw=8xh20 needs 8 nvidia GPUs, but
 run target=real hw=loopback backend=mooncake_nvlink -> moves bytes over nvlink, but hw=loopback has no

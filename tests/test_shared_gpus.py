@@ -33,11 +33,7 @@ def real(*words, launch=SHARED):
     [
         ("hw=2xh200", SHARED, ""),
         ("hw=2xh200", Launch(), "needs 2 nvidia GPUs, but this machine has 1; use launch.share_gpus=true"),
-        (
-            "hw=1xh200 experiment.deployment=colocated",
-            SHARED,
-            "hw.gpus=1 above the NVIDIA GPUs of this one machine, and this machine has 1; set hw",
-        ),
+        ("hw=1xh200 experiment.deployment=colocated", SHARED, "hw.gpus=1 above the NVIDIA GPUs"),
         ("hw=loopback backend=nixl_tcp", SHARED, "hw=loopback has others, or none"),
         ("hw=4xh200 parallel=tp1 parallel.prefill.cp=2", SHARED, "collective=nccl takes a GPU for each rank"),
         ("hw=2xh200 experiment=allgather experiment.ranks=2", SHARED, "collective=nccl takes a GPU for each rank"),

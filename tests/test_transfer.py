@@ -63,12 +63,7 @@ def test_a_batch_may_have(source_offset, target_offset, size, nbytes):
         ([0, 1], [0], [1], "2 source offsets, 1 target offsets and 1 sizes"),
         ([0], [0], [0], r"size\[0\]=0: sizes must be positive"),
         ([0, 1], [0, 1], [1, -1], r"size\[1\]=-1: sizes must be positive"),
-        (
-            [993],
-            [0],
-            [8],
-            r"source descriptor 0 covers \[993, 1001\) of region prefill0/kv, which has 1000 bytes",
-        ),
+        ([993], [0], [8], r"source descriptor 0 covers \[993, 1001\) of region prefill0/kv, which has 1000 bytes"),
         ([0, 8], [0, 493], [8, 8], r"target descriptor 1 covers \[493, 501\) of region decode0/pool"),
         ([-1], [0], [1], r"source descriptor 0 covers \[-1, 0\)"),
         ([0], [-8], [8], r"target descriptor 0 covers \[-8, 0\)"),

@@ -86,10 +86,7 @@ def test_metrics_of_mooncake_have_a_row_for_each_interval():
     [
         ("roses are red\n", f"does not show which of these it is; say --format {', '.join(FORMATS)}"),
         ("Block Size (B)      Batch Size     B/W (GB/Sec)\n", "no row of nixlbench in it"),
-        (
-            "Test completed: duration 10.01, batch count 4895, throughput 0.26\n",
-            "its command line above its output",
-        ),
+        ("Test completed: duration 10.01, batch count 4895, throughput 0.26\n", "its command line above its output"),
     ],
 )
 def test_an_output_that_cannot_be_read_is_refused(tmp_path, text, message):

@@ -121,19 +121,14 @@ def test_a_handoff_saves_a_tcp_message_and_pays_a_batch():
 @pytest.mark.parametrize(
     ("seed", "tp", "machine", "note"),
     [
-        (
-            "intranode_metadata",
-            "4to4",
-            "2xh200 mooncake_nvlink",
-            "prompts are served by ranks with a GPU each, so here none are",
-        ),
+        ("intranode_metadata", "4to4", "2xh200 mooncake_nvlink", "prompts are served by ranks with a GPU each"),
         ("nixl_staging", "4to2", "2xh200 nixl", "hw=2xh200 has too few GPUs for 4toDP4, left out"),
     ],
 )
 def test_ranks_share_a_pair_of_gpus_if_asked_to(seed: str, tp: str, machine: str, note: str):
     result = measured(seed, "hw=2xh200", f"experiment.tp=[{tp}]", "experiment.placement=sides")
     assert all(at.startswith(tp) for at in effects(result, "handoff", machine))
-    assert note in result.notes
+    assert any(line.startswith(note) for line in result.notes)
 
 
 # --- staging over NIXL ---------------------------------------------------------------------------------------------

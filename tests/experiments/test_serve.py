@@ -194,22 +194,13 @@ STAGED = Kv(page_size=16, pool=1 << 20, staging=True, staging_ring=4096)
             {"prefill": Side(tp=2), "decode": Side(tp=3), "model": replace(LLM, heads=12, kv_heads=12)},
             r"prefill tp=2 and decode tp=3: one must divide the other",
         ),
-        (
-            {"prefill": Side(tp=1, pp=4), "model": GQA},
-            "pp=4 over 2 layers: every stage needs at least one; lower pp",
-        ),
+        ({"prefill": Side(tp=1, pp=4), "model": GQA}, "pp=4 over 2 layers: every stage needs at least one"),
         (
             {"prefill": Side(tp=2), "model": GQA, "kv": STAGED, "policy": Policy(queues=4, staging=True)},
             r"kv\.staging_ring=4 KiB holds no chunk of .*; raise kv\.stag",
         ),
-        (
-            {"prefill": Side(tp=8), "model": HYBRID},
-            r"mamba dimensions \(4,\) over tp=8: tp must divide",
-        ),
-        (
-            {"model": HYBRID, "kv": replace(POOL, window_share=0.01)},
-            r"layers on the prefill side, whose ranks have \d",
-        ),
+        ({"prefill": Side(tp=8), "model": HYBRID}, r"mamba dimensions \(4,\) over tp=8: tp must divide"),
+        ({"model": HYBRID, "kv": replace(POOL, window_share=0.01)}, r"layers on the prefill side, whose ranks"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_runs(changes: dict[str, Any], message: str):

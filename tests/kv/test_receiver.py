@@ -186,10 +186,7 @@ def test_a_chunk_is_scattered_when_all_its_writers_arrived(scatter: str, first: 
         # after the scatter of the one before
         ([[0.0, "ask", 1, 0, 2 * PAGE], [0.0, "ask", 2, 0, 2 * PAGE], ARRIVE], [[1, 0, 0], [2, 0, 2 * PAGE]]),
         # when that is returned
-        (
-            [[*ASK[:4], 2 * PAGE], [0.0, "ask", 2, 0, PAGE], [0.1, "return", 1]],
-            [[1, 0, 0], [2, 0, 2 * PAGE]],
-        ),
+        ([[*ASK[:4], 2 * PAGE], [0.0, "ask", 2, 0, PAGE], [0.1, "return", 1]], [[1, 0, 0], [2, 0, 2 * PAGE]]),
         # when the one before has waited too long
         ([ASK, [0.1, "ask", 2, 0, 2 * PAGE], [0.2, "ask", 3, 0, PAGE]], [[1, 0, 0], [2, 0, -1], [3, 0, PAGE]]),
         # never, for it exceeds the ring

@@ -53,10 +53,7 @@ def stored(folder, tmp_path):
             lambda content: [row.update(pieces=1) for row in content["measured"]],
             f"measurements.json has rows with pieces: {NOW} wrote it, this is {NOW}; read it with the version that",
         ),
-        (
-            lambda content: content["measured"][0].update(value="fast"),
-            "measurements.json has other rows (Expected `float`, got `str` - at `$[0].value`)",
-        ),
+        (lambda content: content["measured"][0].update(value="fast"), "measurements.json has other rows"),
         (lambda content: content.pop("measured"), "measurements.json has no measured"),
         (lambda content: content.pop("began"), "measurements.json has no began"),
     ],

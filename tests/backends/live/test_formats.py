@@ -46,20 +46,10 @@ SAID = {"messages": [{"role": "user", "content": "the of"}]}
 @pytest.mark.parametrize(
     ("form", "prompt", "stream", "body"),
     [
-        (
-            VLLM,
-            b"[5,6]",
-            True,
-            {"prompt": [5, 6], **ASKED, **COUNTED},
-        ),
+        (VLLM, b"[5,6]", True, {"prompt": [5, 6], **ASKED, **COUNTED}),
         (VLLM, b"[5]", False, {"prompt": [5], **ASKED}),
         (CHAT, b'"the of"', True, {**SAID, "model": "m", "temperature": 0.0, "max_tokens": 9, **USAGE}),
-        (
-            SGLANG,
-            b"[1]",
-            True,
-            {"input_ids": [1], **SAMPLED},
-        ),
+        (SGLANG, b"[1]", True, {"input_ids": [1], **SAMPLED}),
     ],
 )
 def test_a_body_asks_for_just_this(form, prompt, stream, body):
