@@ -162,16 +162,6 @@ def test_a_refused_command_says_why_and_writes_nothing(pdsim_says, tmp_path, wor
     assert list(tmp_path.iterdir()) == []
 
 
-def test_all_mistakes_of_a_command_line_are_told_at_once(pdsim_says):
-    status, _, err = pdsim_says("run", "hw.gpuss=1", "kv.pol=1", "slo.ttft=0")
-    assert status == 2
-    assert [line.split(";")[0] for line in err.splitlines()] == [
-        "pdsim: unknown key hw.gpuss",
-        "pdsim: unknown key kv.pol",
-        "pdsim: slo.ttft must be > 0, got 0",
-    ]
-
-
 @pytest.mark.parametrize("package", ["conf", "backends", "experiments"])
 def test_a_folder_that_hides_a_package_of_ours_is_named(tmp_path, package):
     (tmp_path / package).mkdir()

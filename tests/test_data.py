@@ -1,4 +1,4 @@
-"""Sealed predictions stay as they were sealed."""
+"""Sealed predictions stay as they were sealed, and tables of them as the files say."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from pdsim.core.repository import data
 from pdsim.validation.sealed import unseal
-from tools import tables
+from tools import tables, validation
 
 SEALED = sorted(
     path
@@ -37,3 +37,7 @@ def test_a_probe_names_the_hash_of_its_predictions(path):
     name, _, sha256 = about["predictions"].split()
     sealed = data("benchmarks", f"{name}.gz")
     assert hashlib.sha256(gzip.decompress(sealed.read_bytes())).hexdigest() == sha256
+
+
+def test_the_campaigns_are_what_the_committed_files_say():
+    assert validation.campaigns() == validation.CAMPAIGNS.read_text(encoding="utf-8")

@@ -12,22 +12,6 @@ from pdsim.kv.policy import Staging
 from tests.support.composed import composed
 
 
-@pytest.mark.parametrize(
-    ("backend", "queues", "shard"),
-    [
-        ("mooncake", 4, "session"),
-        ("mooncake_tcp", 4, "session"),
-        ("mooncake_nvlink", 4, "session"),
-        ("nixl", 4, "room"),
-        ("mori", 8, "room"),
-        ("mori_inline", 0, "session"),
-    ],
-)
-def test_queues_are_those_of_the_reference(backend: str, queues: int, shard: str):
-    policy = composed(f"backend={backend}").policy
-    assert (policy.queues, policy.shard) == (queues, shard)
-
-
 def test_metadata_within_a_node_goes_as_kv_does():
     policy = composed("backend=mooncake_nvlink").policy
     assert (policy.metadata_by, policy.metadata_on, policy.memory_pool) == ("write", "device", "default")

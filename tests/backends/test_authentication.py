@@ -5,7 +5,6 @@ The attacker here is this process.
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -113,15 +112,6 @@ def test_who_has_keys_of_another_job_is_not_heard_and_counted(pair: Pair, contex
     attack(context, pair.b.uri, [encode(Stop())], lambda pushed: foreign(pair.keys).dial(pushed, "b"))
     assert pair.run() == []
     assert pair.b.refused >= 1
-
-
-def test_raw_bytes_are_not_heard(pair: Pair):
-    host, port = pair.b.uri.removeprefix("tcp://").split(":")
-    for data in (b"\x01\x00", b"\xff" * 64, b"GET / HTTP/1.0\r\n\r\n", b"\x0b\x00\x08\x93\xa1\x93" * 700):
-        with socket.create_connection((host, int(port))) as raw:
-            raw.sendall(data)
-            pair.run(0.05)
-    assert pair.still_hears()
 
 
 def test_a_rank_cannot_speak_for_another(pair: Pair, context: Any):

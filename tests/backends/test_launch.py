@@ -134,11 +134,6 @@ def test_ranks_that_are_not_ready_in_time_are_named(mooncake):
         only(Processes(mooncake, startup=0.001), programs.sleep, seconds=1)
 
 
-def test_mooncake_over_tcp_starts_with_the_variable_that_a_user_set(processes, monkeypatch):
-    monkeypatch.setenv("MC_FORCE_TCP", "0")
-    assert only(processes, programs.identify).error == ""
-
-
 # --- messages between supervisor and workers -----------------------------------------------------------------------
 
 
@@ -250,9 +245,3 @@ def test_an_idle_thread_moves_to_a_quick_processor(roaming):
         waits.append(quick.look())
     assert (where[2], where[-1], waits[0], waits[-1]) == (first, second, 0.0, EVERY)
     assert os.sched_getaffinity(0) == {first, second}
-
-
-def test_with_all_processors_slower_it_tries_each_once(roaming):
-    measured = iter([1.0, 1.1] + [2.0] * 6)
-    quick = QuickProcessor((roaming * 2)[:2], lambda: next(measured))
-    assert [quick.look() for _ in range(6)] == [0.0, 0.0, EVERY, 0.0, 0.0, EVERY]

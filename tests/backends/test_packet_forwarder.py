@@ -27,12 +27,6 @@ def test_packets_arrive_in_order_after_wire_and_delay(change, sent, arrive):
     assert [at for at, _ in hop.due(1e9)] == pytest.approx(arrive)
 
 
-def test_changes_follow_one_another():
-    hop = Hop(1000.0, 0.5, 1e9)
-    hop.plan([("slow", 10.0, 11.0, 0.1), ("stall", 11.0, 12.0, 0.0)])
-    assert hop.leaves(10.0, 200.0) == pytest.approx(12.1)
-
-
 def test_a_hop_is_full_at_its_backlog_and_frees_up():
     hop, taken = Hop(1000.0, 0.5, 2 * len(PACKET)), 0
     while not hop.full:

@@ -16,7 +16,6 @@ from pdsim.models.llm import Side
 from pdsim.results.record import Result
 from pdsim.serving.settings import Kv, ServingEngine
 from pdsim.sim.model import Model
-from tests.support.composed import composed
 from tests.support.configs import ENGINE
 from tests.support.serving import GQA, ONE, configured, serve
 
@@ -79,10 +78,3 @@ def test_what_cannot_be_compared_is_skipped_with_the_reason():
     assert "pulled KV has no staging" in reasons["fast", "pull"]
     with pytest.raises(ConfigError, match=r"no combination of experiment\.backends and engines can be run"):
         compared(decode=1, colocated=False, staging=(True,))
-
-
-def test_the_shipped_choice_has_seven_backends_and_two_engines():
-    options = composed("experiment=compare_engines").experiment
-    assert len(options.backends) == 7
-    assert sorted(options.engines) == ["sglang", "vllm"]
-    assert options.backends["nixl"].policy.metadata_by == "write"

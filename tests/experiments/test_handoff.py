@@ -58,11 +58,6 @@ def test_a_handoff_takes_what_the_engine_and_the_port_take():
     assert (stages["plan us"], stages["finish us"]) == (0, 0)
 
 
-def test_handoffs_of_one_shape_take_equally_long():
-    one, more = (measure(configured(tp=("2to1",), repeat=repeat)) for repeat in (4, 9))
-    assert [row["p50"] for row in rows(one)] == pytest.approx([row["p50"] for row in rows(more)], rel=1e-9)
-
-
 def test_contents_that_are_compared_take_no_time_on_the_model():
     """Copies that cost something for each piece included, of which a descriptor stands for many without contents."""
     assert EIGHT.gpu is not None

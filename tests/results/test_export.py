@@ -80,10 +80,6 @@ def test_histograms_have_an_engines_names_and_add_up(served, tmp_path, engine):
     assert named(served, engine)[name].to_pylist() == ttft
 
 
-def test_a_run_of_vllms_names_has_every_column(served):
-    assert named(served, "vllm").num_columns == 7
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
