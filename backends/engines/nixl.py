@@ -48,14 +48,13 @@ _ACTIVE, _IDLE = b"active", b"idle"
 
 @dataclass(frozen=True, kw_only=True)
 class _Transports(Variant):
-    """Settings that choose transports of UCX, and those that it may then report: others are refused."""
+    """Settings that choose transports of UCX; if it reports others than those of ``UCX_TLS``, they are refused."""
 
     requires: EngineLibrary | None = NIXL
     posting_threads: bool = True
     environment: Mapping[str, str]  # variables that make the variant what it is; ``backend.options`` override them
     defaults: Mapping[str, str]  # of the environment, which may be set otherwise
     error_handling: str = "peer"  # of UCX, or "none" where a transport has none: then `control` tells of dead peers
-    allowed: frozenset[str]
 
 
 class NixlEndpoint(RealEndpoint):
@@ -81,7 +80,6 @@ class NixlEndpoint(RealEndpoint):
             memory=("host", "gpu"),
             environment={"UCX_TLS": "tcp,self"},
             defaults={**LO, **NO_IB},
-            allowed=frozenset({"tcp", "self"}),
         ),
         _Transports(
             backend="nixl_shm",
@@ -91,7 +89,6 @@ class NixlEndpoint(RealEndpoint):
             environment={"UCX_TLS": "posix,cma"},
             defaults=NO_IB,
             error_handling="none",
-            allowed=frozenset({"posix", "cma"}),
         ),
         _Transports(
             backend="nixl",
@@ -99,7 +96,6 @@ class NixlEndpoint(RealEndpoint):
             memory=("gpu",),
             environment={"UCX_TLS": "cuda_ipc,cuda_copy,tcp,self"},
             defaults={**LO, **NO_IB},
-            allowed=frozenset({"tcp", "self"}),
         ),
         _Transports(
             backend="nixl",
@@ -109,7 +105,6 @@ class NixlEndpoint(RealEndpoint):
             guest="backends.emulation.guest.engines:NIXL",
             environment={"UCX_TLS": "rc_verbs,ud_verbs,self"},
             defaults={},
-            allowed=frozenset({"rc_verbs", "ud_verbs", "self"}),
         ),
     )
 
@@ -121,7 +116,7 @@ class NixlEndpoint(RealEndpoint):
         wanted = "rdma" if rdma_devices() and not on_gpu else "gpu"  # of `nixl`
         way = next((way for way in ways if way.device == wanted), ways[0])
         self._gpus_only, self.proves_quiescence = way.device == "gpu", way.proves_quiescence
-        variant, allowed = way.environment, way.allowed
+        variant = way.environment
         defaults = {**way.defaults, "UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": "stderr"}
         self._log: _GpuLog | None = None
         if on_gpu and self._gpus_only:
@@ -130,7 +125,7 @@ class NixlEndpoint(RealEndpoint):
             del defaults["UCX_LOG_FILE"]
         elif on_gpu:  # staged through the host
             variant = {"UCX_TLS": variant["UCX_TLS"] + ",cuda_copy"}
-            allowed = allowed | {"cuda_copy"}
+        allowed = set(variant["UCX_TLS"].split(","))
         options = dict(self.settings.options)
         progress, workers = options.pop("progress_thread", "false"), options.pop("num_threads", "0")
         if progress not in ("true", "false"):
