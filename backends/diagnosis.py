@@ -77,7 +77,7 @@ def _python(code: str) -> tuple[int, str, str]:
 
 @cache
 def error_of(statement: str) -> str:
-    """Return the last line of what *statement* says in a new process, or nothing if it works.
+    """Return the last line of the error of *statement* in a new process, or nothing if it works.
 
     Runs for up to 60 s, once for each statement in this process.
     """

@@ -115,7 +115,7 @@ class Control:
 
     @property
     def lines(self) -> tuple[PeerLine, ...]:
-        """Those that are not lost."""
+        """All lines but lost ones."""
         return tuple(line for line in self._lines.values() if not line.lost)
 
     def known(self, name: str) -> list[PeerLine]:

@@ -94,7 +94,7 @@ class RealDevice(ABC):
         """Make the calling thread work on this device, as engines expect of threads that call them."""
 
     def close(self) -> None:  # noqa: B027 most devices hold nothing but memory
-        """Give back what is not memory, which the end of the process gives back."""
+        """Give back all but memory, which the end of the process gives back."""
 
     @property
     def used(self) -> int:

@@ -51,7 +51,7 @@ class _Hello(msgspec.Struct, tag="Hello"):
 
 
 class _Intent(msgspec.Struct, tag="Intent"):
-    """What a rank is about to do, or, with *done*, has done."""
+    """The call that a rank is about to make or, with *done*, has made."""
 
     group: list[str]
     number: int  # of the call in the group

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The open-loop client: every request is sent when the trace says, whatever became of those before.
+"""The open-loop client: every request is sent at its time in the trace, also while earlier ones go on.
 
 A client that is slow would be measured as a slow server.  So prompts are encoded before they are due, the garbage
 collector is off while requests are under way, and how late requests were sent is kept with each (`RequestRow.sent`).

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP APIs of serving engines: the JSON body of a request, and what one streamed chunk says.
+"""The HTTP APIs of serving engines: the JSON body of a request, and the contents of one streamed chunk.
 
 ``/v1/completions`` and ``/v1/chat/completions`` as OpenAI defines them, with vLLM's and llama.cpp's additions, and
 SGLang's ``/generate``.
@@ -80,7 +80,7 @@ class OpenAiCompletions:
         return b"{%b,%b" % (self.prompt % prompt, msgspec.json.encode(rest)[1:])
 
     def chunk(self, data: bytes) -> StreamChunk:
-        """Return what the JSON *data* of an event says.  Raise a `msgspec.MsgspecError`.
+        """Return the contents of the JSON *data* of an event.  Raise a `msgspec.MsgspecError`.
 
         Without a count or token ids, a chunk with text counts as one token.
         """
@@ -125,7 +125,7 @@ class SglangGenerate:
         return b'{"%b":%b,%b' % (self._prompt, prompt, msgspec.json.encode(rest)[1:])
 
     def chunk(self, data: bytes) -> StreamChunk:
-        """Return what a chunk says; the last one carries the request's times, if the server keeps metrics."""
+        """Return the contents of a chunk; the last one carries the request's times, if the server keeps metrics."""
         generated = _decode_generated(data)
         if generated.error:
             return StreamChunk(0, error=reason(generated.error))

@@ -40,7 +40,7 @@ Keep = Callable[[bytes], object]
 
 
 class Ended(msgspec.Struct, array_like=True):
-    """An entry of the journal of a live run: request *number* has ended as *row* says."""
+    """An entry of the journal of a live run: request *number* has ended with *row*."""
 
     start: float  # as `Served` has it
     number: int

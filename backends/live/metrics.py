@@ -60,7 +60,7 @@ class Page:
 
 
 def parse(text: str) -> Page:
-    """Return what the Prometheus *text* says, summed over labels; lines that are not of that format are passed over.
+    """Return the numbers in the Prometheus *text*, summed over labels; lines of another format are skipped.
 
     >>> parse('# TYPE running gauge' + chr(10) + 'running{rank="0"} 2' + chr(10) + 'running{rank="1"} 3').gauges
     {'running': 5.0}
@@ -144,7 +144,7 @@ class Sampler:
         await self._read()
 
     def reported(self) -> dict[str, Page]:
-        """Return what each server counted in between; a server that was restarted says what it did since."""
+        """Return the counts of each server in between; those of a restarted server are since its restart."""
         return {
             name: difference(Page() if name in self.restarted else self.first.get(name, Page()), page)
             for name, page in self.last.items()

@@ -429,7 +429,7 @@ def _errors(axes: Sequence[Floats], kept: Sequence[Sequence[int]], thin: Floats,
 
 
 def about(source: Mapping[str, Any], summaries: Sequence[Summary]) -> dict[str, Any]:
-    """Return what a table says of itself: where it is from, and of each kind rows, values and errors."""
+    """Return a table's description of itself: its source, and rows, values and errors of each kind."""
     kinds = {
         one.kind: {
             "version": one.version, "rows": one.rows, "values": one.kept, "held_out": one.held,

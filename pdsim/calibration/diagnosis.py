@@ -68,7 +68,7 @@ def timings(samples: Sequence[Sample], model: EngineModel, line: Rate) -> list[T
 def explanations(
     samples: Sequence[Sample], model: EngineModel, hw: Machine, line: Rate, tcp: EngineModel | None = None
 ) -> list[Explanation]:
-    """Return what explains *samples*, best first: *model* as it is, or with one cause of slowness.
+    """Return explanations of *samples*, best first: *model* as it is, or with one cause of slowness.
 
     *line* is the rate of the links that *model* takes, in bytes/s; *tcp* is the same engine's model over TCP, if it
     can fall back to it.  What is `EXPECTED` within `TOLERANCE` comes first.

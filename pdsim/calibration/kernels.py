@@ -228,7 +228,7 @@ def _cuts(name: str, processors: int) -> Iterator[Roof]:
 
 
 def row_seconds(roof: Roof, row: Row, peaks: Peaks) -> float:
-    """Return what *roof* says of an operator's *row*."""
+    """Return the seconds of an operator's *row* by *roof*."""
     narrow = row["dtype"] == "fp8"
     seconds = roof.seconds(work(row, roof, peaks.processors), peaks, narrow, row["experts"])
     return seconds + (roof.merge if merged(row, roof, peaks.processors) else 0.0)

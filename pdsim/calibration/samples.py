@@ -65,7 +65,7 @@ _NAMES = tuple(item.name for item in fields(Sample))
 
 @dataclass(frozen=True)
 class Samples:
-    """All samples of a file, and what it says *about* them: kind, source, and whatever else."""
+    """All samples of a file, and its comments *about* them: kind, source and others."""
 
     rows: Sequence[Sample]
     about: Mapping[str, str] = field(default_factory=dict)
@@ -161,7 +161,7 @@ def _parsed(row: Mapping[str, str], where: str) -> Sample:
 
 @dataclass(frozen=True)
 class Floor:
-    """What jobs alone make of the errors of a class of points: relative, 0.01 is 1 %.
+    """The errors of a class of points that differing jobs alone cause: relative, 0.01 is 1 %.
 
     With a spread s between jobs, the mean of *jobs* of them is s / sqrt(jobs) off the mean of any number: no
     deterministic model can be expected to come closer.

@@ -522,7 +522,7 @@ def held_out(points: Points, base: EngineModel, forms: Sequence[Form] = FORMS, p
 
 
 def summary(away: Floats, how: str) -> HeldOut:
-    """Return what *away*, relative errors, amount to; *how* says in words which samples were left out."""
+    """Return a summary of *away*, relative errors; *how* says in words which samples were left out."""
     size = np.abs(away)
     median, p95 = float(np.median(size)), float(np.percentile(size, 95.0))
     return HeldOut(

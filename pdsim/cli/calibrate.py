@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pdsim calibrate`: measure a designed grid or read what others measured, fit, write it down, say how good it is.
+"""`pdsim calibrate`: measure a designed grid or read measurements, fit, write the calibration, print its errors.
 
 Both ways end in the same two files: ``NAME.yaml``, which `pdsim.config` lays over the configuration of a run, and
 ``NAME.csv``, one row for each measured point, from which it can be fitted again.  The fit, its files and its tables
@@ -36,7 +36,7 @@ _ENOUGH = 150.0
 def calibrate(words: Sequence[str]) -> int:
     """Measure a grid of transfers, or read ``--from`` a file; fit, write both files, and return the exit status.
 
-    What was measured is in ``NAME.partial.csv`` after each job, until NAME.csv has all of it. Raise a `ConfigError`
+    After each job ``NAME.partial.csv`` has all measurements so far, until NAME.csv has them. Raise a `ConfigError`
     for what is refused before the first transfer: the engine's model, the machine, the folder; and a `ValueError`
     for samples that nothing can be fitted to.
     """

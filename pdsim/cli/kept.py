@@ -28,7 +28,7 @@ Asked = Mapping[str, Any]
 def folders(command: str, names: Sequence[str]) -> list[Path]:
     """Return *names* as paths; the files of a run that was killed are written first.
 
-    Raise a `ConfigError` for what is no folder of a run, and if there is none.
+    Raise a `ConfigError` for a folder without a run, and if no folder is named.
     """
     paths = [Path(name) for name in names]
     if wrong := [folder for folder in paths if not folder.is_dir()]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pdsim profile`: measure what a forward is made of on a GPU, or read what was measured; fit, and write it down.
+"""`pdsim profile`: measure the operators of a forward on a GPU, or read measurements; fit, and write the result.
 
 Two files come of it: ``NAME.csv``, the rows of `backends.profiling.inventory` below comments that say where and how
 they were measured, and ``NAME.yaml``, a choice for ``compute=`` once it lies in ``conf/compute``.  Without SciPy the

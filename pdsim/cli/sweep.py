@@ -229,7 +229,7 @@ _GPU = "goodput per GPU"
 
 @dataclass(frozen=True, kw_only=True)
 class OptunaSearch:
-    """What is searched: *trials* points, for the highest or, *minimized*, the lowest *metric*."""
+    """A search of *trials* points for the highest or, *minimized*, the lowest *metric*."""
 
     trials: int = 50
     metric: str = _GPU  # of `summary.json`, or goodput divided by the number of GPUs

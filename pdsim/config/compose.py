@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandLine:
-    """What was typed: overrides, and where the configuration is read from."""
+    """A typed command line: overrides, and the places of the configuration."""
 
     words: tuple[str, ...] = ()  # KEY=VALUE, as typed
     folder: str = ""  # of more configuration files
@@ -350,7 +350,7 @@ def _hint(word: str, known: Mapping[str, Sequence[str]]) -> str:
 
 
 def explain(error: BaseException) -> str | None:
-    """Return what *error*, raised while Hydra composed a configuration, says to a user; None if it is no refusal."""
+    """Return the message to a user of *error*, which Hydra raised as it composed; None if it is not a refusal."""
     from hydra.errors import HydraException, MissingConfigException, OverrideParseException
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
     from yaml import YAMLError  # type: ignore[import-untyped]  # comes with omegaconf, its stubs do not

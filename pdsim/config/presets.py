@@ -38,7 +38,7 @@ KEYS = (
 
 
 class Setting(NamedTuple):
-    """What one key is in a release."""
+    """The value of one key in a release."""
 
     key: str
     value: Any  # or a function of the `pdsim.config.Config`; None keeps the schema's default
@@ -350,7 +350,7 @@ def computing(
     folders: Sequence[Path],
     build: Callable[[Mapping[str, Any]], Compute],
 ) -> Compute:
-    """Return what ``compute=auto`` stands for in *config*; its `Compute.chosen` says why.
+    """Return the compute that ``compute=auto`` means in *config*; its `Compute.chosen` says why.
 
     *values* are those of ``compute`` as composed: those that differ from the defaults, or are among *keys*, the
     dotted keys set by hand, stay.  *folders* are one's own with configuration groups; *build* is the schema's.

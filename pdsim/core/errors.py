@@ -13,7 +13,7 @@ __all__ = [
 
 
 class RunWarning(RuntimeWarning):
-    """What a reader of a run's numbers must know; `pdsim.run` keeps it among the notes of the result."""
+    """A note for readers of a run's numbers; `pdsim.run` keeps it among the notes of the result."""
 
 
 class PdsimError(Exception):

@@ -81,7 +81,7 @@ def yaml_text(path: Path) -> str:
 def bounded_yaml(content: str, name: str) -> str:
     """Return *content*, YAML that is called *name*, if it is small also with its aliases written out.
 
-    Raise a `ConfigError` if it is not, or lies deeper than parsers go; and what PyYAML raises of what is no YAML.
+    Raise a `ConfigError` if it is not, or lies deeper than parsers go; and PyYAML's error if it is not YAML.
     """
     import yaml  # type: ignore[import-untyped]  # comes with OmegaConf, its stubs do not
 

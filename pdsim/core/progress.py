@@ -21,7 +21,7 @@ def silent(_share: float, _text: str = "", _until: float | None = None, /) -> No
 
 
 def within(show: ShowProgress, begin: float, end: float, text: str = "") -> ShowProgress:
-    """Return what a part of the run calls: 0 to 1 of it is *begin* to *end* of the whole, and *text* comes first."""
+    """Return the `ShowProgress` of a part of the run, from *begin* to *end* of the whole; *text* comes first."""
 
     def shown(share: float, own: str = "", until: float | None = None) -> None:
         upper = None if until is None else begin + (end - begin) * until

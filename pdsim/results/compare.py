@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs side by side: what differs in their configurations, and each metric as a number and a multiple of the first.
 
-What cannot matter to any of the runs is left out, and so are metrics that none of them has.  Of a run without
-evidence no number is given.  People see units; plain data has base units.
+Keys that matter to none of the runs are left out, and so are metrics that none of them has.  A run without
+evidence shows no number.  People see units; plain data has base units.
 """
 
 from __future__ import annotations

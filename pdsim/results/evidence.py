@@ -46,7 +46,7 @@ def weakest(sources: Mapping[str, str]) -> str:
 
 
 def texts(sources: Mapping[str, str], kind: str) -> dict[str, list[str]]:
-    """Return the parameters of *kind* by what their source says, in order."""
+    """Return the parameters of *kind* by the text of their source, in order."""
     by_text: dict[str, list[str]] = {}
     for parameter in kinds(sources).get(kind, ()):
         by_text.setdefault(sources[parameter].partition(":")[2].strip(), []).append(parameter)
@@ -56,7 +56,7 @@ def texts(sources: Mapping[str, str], kind: str) -> dict[str, list[str]]:
 def gather(config: Config, *, serving: bool, gathering: bool = False) -> dict[str, str]:
     """Return the sources behind a run of *config* by parameter, such as ``hw.gpu.memory_rate``.
 
-    They are none if nothing says where the numbers of the machine or of the engine come from.
+    There are none if the machine or the engine names no source.
     """
     modelled = config.target == "model"
     sources: dict[str, str] = {}
@@ -214,7 +214,7 @@ def host_spread(config: Config, transfers: Sequence[TransferRecord]) -> HostSpre
 
 
 def host_note(config: Config, transfers: Sequence[TransferRecord]) -> list[str]:
-    """Return the line that says `host_spread`, or none."""
+    """Return the line about `host_spread`, or none."""
     spread, calibration = host_spread(config, transfers), config.calibration
     if spread is None or calibration is None:
         return []

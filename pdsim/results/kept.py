@@ -37,7 +37,7 @@ class KeptRun:
 
     @property
     def definitions(self) -> dict[str, str]:
-        """What each of `metrics` is, in a sentence."""
+        """The definition of each of `metrics`, a sentence."""
         return {name: metric["definition"] for name, metric in self.about["metrics"].items()}
 
     @property
@@ -47,12 +47,12 @@ class KeptRun:
 
     @property
     def notes(self) -> list[str]:
-        """What a reader of the numbers must know."""
+        """Notes for readers of the numbers."""
         return list(self.about["notes"])
 
     @property
     def failures(self) -> list[str]:
-        """What went wrong, a line each; a run without is empty."""
+        """A line for each thing that went wrong."""
         return list(self.about["failures"])
 
     @cached_property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an experiment returns, the statistics that it is made of, and where a run or a measurement took place.
+"""The result of an experiment, its statistics, and the environment of a run or a measurement.
 
 Percentiles are numpy's default, linear interpolation between order statistics (type 7 of Hyndman and Fan, "Sample
 Quantiles in Statistical Packages", 1996).  Latencies of neighbours are correlated, so intervals are by batch means
@@ -131,7 +131,7 @@ def distribution(
 ) -> tuple[Metric, ...]:
     """Return the mean and the *percentiles* of *values* as metrics ``<name>_avg_<unit>``, ``<name>_p99_<unit>``, ...
 
-    *definition* says what one value is.
+    *definition* is that of one value.
     """
     metrics = [Metric(f"{name}_avg_{unit}", mean(values), f"mean of: {definition}", tabled)]
     for q in percentiles:
@@ -208,7 +208,7 @@ _PACKAGES = (
 
 @cache
 def environment() -> dict[str, Any]:
-    """Return what a run took place in, whatever the time of day: ``pdsim``, ``packages``, ``git`` and ``host``."""
+    """Return the environment of a run, without the time: ``pdsim``, ``packages``, ``git`` and ``host``."""
     host = {
         "cpu": _cpu(),
         "cores": os.cpu_count(),

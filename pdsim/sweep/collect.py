@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a sweep, and one table over all of its points, whatever process each of them ran in.
+"""The files of a sweep, and one table over all of its points.
 
 Rows are appended to ``points.jsonl`` as they come; a process that is killed leaves at most half a line, which the
 next one takes away, and the last row of a point counts.  ``points.parquet`` is written when the sweep ends.
@@ -248,7 +248,7 @@ class Ledger:
         self._write(row)
 
     def close(self) -> None:
-        """Close the file; what was appended is on the disk then."""
+        """Close the file, with all rows on the disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sweep from its points to its table: what is done already is kept, the rest is run, every row is appended.
+"""A sweep from its points to its table: finished points are kept, the others are run, every row is appended.
 
-`measure` is one point, in whatever process: it runs the point, or takes what an earlier process left.
+`measure` runs one point in any process, or takes the results that an earlier process left.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _goodput(row: Mapping[str, Any]) -> tuple[float, str]:
 
 
 def measure(point: Point) -> dict[str, Any]:
-    """Run *point*, keep its results in a folder of its name, and return its row; what goes wrong is in the row."""
+    """Run *point*, keep its results in a folder of its name, and return its row; errors are in the row."""
     if point.config is None:
         return _refused(point, point.refusal)
     folder = Path(point.config.output) / point.name

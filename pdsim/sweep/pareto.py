@@ -32,7 +32,7 @@ _AXES = 8
 
 
 def content(folder: Path, slo: SloLimits | None = None) -> Content:
-    """Return what the report of the sweep in *folder* says; a sweep that served nothing has metrics over each key.
+    """Return the content of the report of the sweep in *folder*; one that served nothing has metrics over each key.
 
     *slo* is by default that of each point.  Raise a `ConfigError` if nothing can be read there.
     """

@@ -37,7 +37,7 @@ class Point:
     refusal: str = ""  # why it cannot be run, if it has no config
 
     def row(self, status: str, error: str, **more: Any) -> dict[str, Any]:
-        """Return what the sweep's table says of the point, which ended with *status*."""
+        """Return the row of the sweep's table for the point, which ended with *status*."""
         config, overrides = self.config, dict(word.lstrip("+").partition("=")[::2] for word in self.words)
         about: dict[str, Any] = {"point": self.name, "overrides": overrides | dict(self.choice)}
         about |= {"status": status, "error": error, "metrics": {}, "definitions": {}} | more
@@ -87,6 +87,6 @@ def combinations(of: Sequence[Axis]) -> Iterator[dict[str, str]]:
 
 
 def name_of(config: Config) -> str:
-    """Return the name of the point that runs *config*: 12 hexadecimal digits of a hash of all that it says."""
+    """Return the name of the point that runs *config*: 12 hexadecimal digits of a hash of all its keys."""
     text = f"[{json.dumps(__version__)}, {canonical(config, 'output')}]"
     return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -17,7 +17,7 @@ Track = Callable[[Mapping[str, Any]], None]
 
 
 def mlflow(sweep: str) -> Track:
-    """Return what logs a point as a run of MLflow's experiment *sweep*, where ``MLFLOW_TRACKING_URI`` says.
+    """Return a function that logs a point as a run of MLflow's experiment *sweep*, at ``MLFLOW_TRACKING_URI``.
 
     Overrides are its parameters, metrics its metrics, the rest its tags. Raise a `ConfigError` without MLflow, and
     if its store cannot be used.

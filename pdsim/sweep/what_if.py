@@ -111,7 +111,7 @@ def _scaled(value: Any, factors: Mapping[str, float], at: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What is compared between simulations: seconds, requests a second; None where there is none.
+    """Figures to compare between simulations, in seconds; None where there is none.
 
     Means are over the requests, or transfers, that ended well.
     """
@@ -126,7 +126,7 @@ class Figures:
 
     @property
     def time(self) -> float | None:
-        """What is explained: end to end of a request, or a transfer without requests."""
+        """The time to explain: end to end of a request, or of a transfer without requests."""
         return self.e2e if self.e2e is not None else self.transfer
 
 

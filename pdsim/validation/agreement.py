@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of a validation, and what its report says, from its two sealed files alone (`EXPECTED`, `MEASURED`)."""
+"""Figures of a validation and what its report holds, from its two sealed files alone (`EXPECTED`, `MEASURED`)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def figures(compared: Sequence[Compared]) -> list[Figure]:
 
 
 def content(folder: Path) -> Content:
-    """Return what the report of the validation in *folder* says: a run's folder, or the two files alone."""
+    """Return the content of the report of the validation in *folder*: a run's folder, or the two files alone."""
     expected, measured, compared = compared_in(folder)
     before = measured["expectations"] == expected["sha256"]
     errors = np.abs([each.error for each in compared])

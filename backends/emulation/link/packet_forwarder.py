@@ -110,7 +110,7 @@ class ForwarderChain:
         self.worst = 0.0  # seconds
 
     def deliver(self) -> float:
-        """Pass on what is due; return when the next packet is."""
+        """Pass on the packets that are due; return the time of the next."""
         after = inf
         for node, hop in self._to:
             flight = hop.flight

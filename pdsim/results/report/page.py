@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A report as one HTML page that needs nothing beside it: plotly within, no request to any network, light and dark.
 
-What it says comes as `Content`; this module knows no run.  The templates ``page.html``, ``page.css`` and ``page.js``
+Its text comes as `Content`; this module knows no run.  The templates ``page.html``, ``page.css`` and ``page.js``
 are filled in by jinja2, which escapes all text; the policy in the page keeps the browser from loading anything else.
 """
 
@@ -30,7 +30,7 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
-    """What a report says, from top to bottom."""
+    """The content of a report, from top to bottom."""
 
     over: str  # a few words above the title: what kind of report it is
     title: str
@@ -48,7 +48,7 @@ class Content:
 
 @dataclass(frozen=True)
 class Explore:
-    """What a page that is served links to: the *points* of a sweep, by name, and the form of its SLO."""
+    """The links of a served page: the *points* of a sweep, by name, and the form of its SLO."""
 
     points: Mapping[str, str]
     slo: str = ""
@@ -56,13 +56,13 @@ class Explore:
 
 
 def needs() -> None:
-    """Raise a `ConfigError` that says what to install if a library that `page` needs is missing."""
+    """Raise a `ConfigError` with the command to install the libraries of `page` if one is missing."""
     if missing := [name for name in ("plotly", "jinja2") if find_spec(name) is None]:
         raise ConfigError(f"report needs {' and '.join(missing)}; pip install 'pdsim[report]'")
 
 
 def page(content: Content, explore: Explore | None = None) -> str:
-    """Return the page that says *content*, HTML with everything in it; the same content gives the same text.
+    """Return *content* as HTML with everything in it; the same content gives the same text.
 
     With *explore* it has links to other pages of a server (`pdsim.cli.browse`).
 

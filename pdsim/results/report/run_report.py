@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the report of one run says: verdict, figures, tables, evidence, and how to get it again.
+"""The content of a run's report: verdict, figures, tables, evidence, and the command that repeats the run.
 
-It says what `pdsim.results.terminal` prints, in the same words, without lines that only make sense on a terminal.
+Sentences are those of `pdsim.results.terminal`, without the lines that only make sense on a terminal.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TILES = {
 
 
 def content(folder: Path, more: Sequence[Figure] = ()) -> Content:
-    """Return what the report of the run in *folder* says, with the figures *more* before its own.
+    """Return the content of the report of the run in *folder*, with the figures *more* before its own.
 
     Raise a `ConfigError` if *folder* is not a complete run.
     """
