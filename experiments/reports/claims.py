@@ -56,8 +56,10 @@ class Claim:
         """Return ``"holds"``, ``"does not hold"``, at how many points it does, or ``"-"`` without any.
 
         >>> claim = Claim("ttft", "earlier first tokens", "s", bound=1.5)
-        >>> claim.verdict([2.0, 1.6]), claim.verdict([2.0, 1.1]), claim.verdict([])
-        ('holds', 'holds at 1 of 2', '-')
+        >>> claim.verdict([1.5, 1.6]), claim.verdict([2.0, 1.4]), claim.verdict([1.4]), claim.verdict([])
+        ('holds', 'holds at 1 of 2', 'does not hold', '-')
+        >>> Claim("bytes", "nothing changes", "bytes", better="same").verdict([0.9, 0.96, 1.04, 1.1])
+        'holds at 2 of 4'
         """
         most = self.bound if self.better == "same" else float("inf")
         least = 1 / self.bound if self.better == "same" else self.bound

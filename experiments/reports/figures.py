@@ -128,7 +128,7 @@ def simulated(config: Config, progress: ShowProgress) -> Iterator[FigureRow]:
 def verdict(reported: float, simulated: float, lowest: float, highest: float) -> str:
     """Return whether the model reaches a factor.
 
-    >>> verdict(2.0, 1.9, 1.9, 1.9), verdict(5.8, 2.3, 1.0, 6.0), verdict(2.25, 1.02, 1.0, 1.4)
+    >>> verdict(2.0, 2.5, 2.5, 2.5), verdict(2.0, 1.5, 1.0, 2.0), verdict(9.0, 1.06, 1.0, 8.9)
     ('reached', 'within what is open', 'not reached')
     """
     if max(reported, simulated) <= CLOSE * min(reported, simulated):

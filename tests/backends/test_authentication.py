@@ -228,3 +228,13 @@ def test_an_endpoint_of_another_job_cannot_connect():
         a.reach(b.card, 5.0)
     a.close(clean=True)
     b.close(clean=True)
+
+
+@pytest.mark.parametrize("frames", FORGED, ids=lambda frames: repr(frames)[:40])
+def test_an_endpoint_does_not_hear_who_has_no_keys(context: Any, frames: list[bytes]):
+    clock = WallClock()
+    control = Control(clock, job_keys("ab")["b"], "127.0.0.1", {}, print)
+    attack(context, control.card.uri, frames)
+    clock.run(until=clock.now + 0.3)
+    assert (list(control.lines), control.refused >= 1) == ([], True)
+    control.close(clean=True)

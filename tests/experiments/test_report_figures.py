@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.reports.figures import CLOSE, FIGURES, kept, run, simulated, verdict
+from experiments.reports.figures import FIGURES, kept, run, simulated
 from experiments.reports.plot import FIGURES as DRAWN
 from experiments.reports.plot import figure
 from experiments.reports.report_points import keep, loaded
@@ -25,20 +25,6 @@ SIMULATED = [
     for file in sorted(data("reports").glob("seed_*.csv"))
     for command in COMMAND.findall(file.read_text(encoding="utf-8"))
 ]
-
-
-@pytest.mark.parametrize(
-    ("reported", "simulated", "interval", "said"),
-    [
-        (2.0, 2.0 * CLOSE, (2.5, 2.5), "reached"),
-        (2.0, 2.0 / CLOSE, (1.6, 1.6), "reached"),
-        (2.0, 3.0, (2.0, 3.0), "within what is open"),
-        (2.0, 3.0, (2.1, 9.0), "not reached"),
-        (9.0, 1.06, (1.0, 8.9), "not reached"),
-    ],
-)
-def test_a_verdict_follows_from_factors(reported: float, simulated: float, interval: tuple[float, float], said: str):
-    assert verdict(reported, simulated, *interval) == said
 
 
 def test_the_data_has_every_figure():

@@ -30,21 +30,6 @@ def test_an_effect_is_how_many_times_better_the_change_is(claim, before, after, 
     assert claim.effect(ReportPoint(claim.name, "toy", "model", "", before, after)) == effect
 
 
-@pytest.mark.parametrize(
-    ("claim", "effects", "verdict"),
-    [
-        (LESS, [1.05, 3.0], "holds"),
-        (LESS, [1.04, 0.5], "does not hold"),
-        (MORE, [1.9, 2.0, 4.0], "holds at 2 of 3"),
-        (SAME, [0.96, 1.04], "holds"),
-        (SAME, [0.9, 1.0, 1.1], "holds at 1 of 3"),
-        (LESS, [], "-"),
-    ],
-)
-def test_a_claim_holds_where_its_bound_is_reached(claim, effects, verdict):
-    assert claim.verdict(effects) == verdict
-
-
 @dataclass(frozen=True, kw_only=True)
 class Toy(ExperimentOptions):
     """The options of a seed that is none of the five."""
@@ -105,19 +90,6 @@ def ran(before: float, after: float, at: str = "a", **about: Any) -> dict[str, A
 def test_runs_of_one_machine_are_kept_as_medians_and_ranges(toy_file: Path):
     toy_file.write_text(keep([ran(3.0, 1.0), ran(5.0, 2.0), ran(9.0, 1.5)])["seed_toy"])
     assert committed("seed_toy") == [ReportPoint("fast", "toy fast", "real", "a", 5.0, 1.5, 3, 2.5, 6.0)]
-
-
-def test_kept_points_replace_those_of_the_same_machine_and_target(toy_file: Path):
-    others = "# toy fast, model: as it was\n# toy fast, real: long ago\nclaim,machine,target,at,before,after\n"
-    toy_file.write_text(others + "fast,toy fast,real,a,7,7\nfast,toy fast,model,a,8,8\n")
-    assert keep([ran(3.0, 1.0)])["seed_toy"].splitlines() == [
-        "# toy fast, model: as it was",
-        "# toy fast, real: 2026-11-21; commit abcdefg; fast 1.0; a processor, 2 cores; "
-        "pdsim run experiment=seed_toy target=real",
-        "claim,machine,target,at,before,after,runs,low,high",
-        "fast,toy fast,model,a,8,8,,,",
-        "fast,toy fast,real,a,3,1,,,",
-    ]
 
 
 @pytest.mark.parametrize(

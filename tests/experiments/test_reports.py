@@ -69,37 +69,6 @@ def effects(result: Result, claim: str, machine: str) -> dict[str, Any]:
     return {row["at"]: row["effect"] for row in points(result, claim, machine)}
 
 
-@pytest.mark.parametrize(
-    ("seed", "words", "machine", "claims"),
-    [
-        (
-            "intranode_metadata",
-            ("backend=mooncake_tcp", "experiment.tp=[2to2,1to2]", "experiment.tokens=[128]"),
-            "loopback mooncake_tcp",
-            {"handoff": 2},
-        ),
-        (
-            "nixl_staging",
-            ("backend=nixl_tcp", "experiment.tp=[1to2,2to1,4to1]"),
-            "loopback nixl_tcp",
-            {"handoff": 3},
-        ),
-        pytest.param(
-            "symmetric_allgather",
-            ("experiment.ranks=[2,4]", "experiment.size=[64KiB]"),
-            "loopback gloo",
-            {"padded": 4},
-            marks=pytest.mark.slow,
-        ),
-        ("mori_state", ("experiment.concurrency=[1]",), "loopback mooncake_tcp", {"state": 1, "slices": 1}),
-    ],
-)
-def test_bytes_are_right_before_and_after(seed: str, words: tuple[str, ...], machine: str, claims: dict[str, int]):
-    result = measured(seed, *HOST, *words)
-    assert result.failures == []
-    assert {claim: len(points(result, claim, machine)) for claim in claims} == claims
-
-
 # --- metadata over NVLink ------------------------------------------------------------------------------------------
 
 NVLINK = "8xh20 mooncake_nvlink"

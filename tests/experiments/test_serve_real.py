@@ -116,18 +116,3 @@ def test_context_parallel_ranks_gather_through_gloo(name: str, gather: str):
     assert result.failures == []
     engines = {record.engine for record in result.transfers if record.operation == "all_gather"}
     assert engines == {f"gloo:{gather}"}
-
-
-@pytest.mark.parametrize("name", ENGINES)
-def test_users_leave_as_the_workload_says(name: str):
-    config = on_loopback(name, model=HYBRID)
-    # forwards take their whole time, so that users leave before their requests are over
-    leaving = replace(config.workload, count=12, input_mean=100, output_mean=12, aborts=0.6, patience=0.002)
-    config = replace(config, workload=leaving, compute=replace(config.compute, scale=1.0))
-    result = run(config, make_target(name), silent)
-    assert result.failures == []
-    patience = result.requests["patience"]
-    assert patience == modelled(config).requests["patience"]
-    ends = list(zip((status.partition(":")[0] for status in result.requests["status"]), patience, strict=True))
-    assert {status for status, wait in ends if wait is None} == {"ok"}
-    assert {"Aborted"} <= {status for status, wait in ends if wait} <= {"ok", "Aborted"}

@@ -160,34 +160,6 @@ def test_heads_and_state_arrive_between_any_tensor_parallel_sizes(shape):
         hand_over(RankMap(shape, Grid(prefill), Grid(decode)))
 
 
-GRIDS = [
-    (Grid(tp, pp, cp), Grid(other, decode_pp), every)
-    for tp, pp, cp, other in product(SIZES, (1, 2, 4), (1, 2, 4), SIZES)
-    if tp * pp * cp <= 16 and pp * cp > 1
-    for decode_pp in sorted({1, pp})
-    for every in ((False, True) if cp > 1 else (False,))
-    if other * decode_pp <= 16
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "shape",
-    [gqa(2, 5), gqa(2, 7, EVERYTHING), mla(4, EVERYTHING)],
-    ids=["gqa", "hybrid", "hybrid mla"],
-)
-def test_layers_positions_and_state_arrive_between_any_stages_and_context_parallel_ranks(shape):
-    for prefill, decode, every in GRIDS:
-        hand_over(RankMap(shape, prefill, decode, every))
-
-
-@pytest.mark.parametrize("page_size", [1, 2, 16, 32, 64, 128])
-def test_pages_of_any_size_arrive(page_size):
-    for shape in (gqa(2, 3, EVERYTHING), mla(3, EVERYTHING)):
-        for prefill, decode in ((1, 1), (2, 1), (1, 2)):
-            hand_over(RankMap(shape, Grid(prefill, 2, 2), Grid(decode), all_cp_ranks=True), page_size)
-
-
 @st.composite
 def handoffs(draw: st.DrawFn) -> Handoff:
     heads = 2 ** draw(st.integers(0, 3))

@@ -45,12 +45,6 @@ def test_a_tracker_that_fails_is_a_warning_and_the_sweep_goes_on(tmp_path):
     assert len(calls) == 1
 
 
-def test_an_unknown_tracker_is_refused(pdsim_says):
-    status, _, said = pdsim_says("sweep", *WORDS, "--track", "wandb")
-    assert status == 2
-    assert "nothing is registered as 'wandb' under the entry-point group 'pdsim.trackers'" in said
-
-
 @pytest.mark.slow
 def test_mlflow_has_a_run_a_point_with_parameters_and_metrics(tmp_path, monkeypatch):
     pytest.importorskip("mlflow")
