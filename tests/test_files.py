@@ -1,5 +1,6 @@
 """Files of strangers are read within bounds or refused in a line, and print nothing that a terminal obeys."""
 
+import io
 import json
 import os
 import re
@@ -14,8 +15,10 @@ from pdsim.cli.main import main
 from pdsim.core import files
 from pdsim.core.errors import ConfigError
 from pdsim.recipes import servers
+from pdsim.results import compare, terminal
 from pdsim.serving.settings import Workload
 from pdsim.serving.workload import load
+from pdsim.sweep import collect
 from tools import fuzz_inputs
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -126,6 +129,42 @@ def test_a_recipe_of_many_aliases_is_refused():
         servers(BOMB)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["run.json", "summary.json", "config.yaml"])
+@pytest.mark.parametrize(
+    "content",
+    [b"\xff\xfe", b"[" * 100_000, b"{a: &x [*x]}", b"3", b"a: !!python/object:os.x {}"],
+)
+def test_files_of_results_that_are_none(kept, copy, name, content):
+    (copy / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=name.replace(".", r"\.")):
+        compare.tables([copy, kept])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda summary: summary.pop("links"), "not what pdsim writes: .*links"),
+        (lambda summary: summary.pop("metrics"), "not what pdsim writes: .*metrics"),
+        (lambda summary: summary["links"].update(a="much"), ""),
+        (lambda summary: summary["links"].update(a=10**400), ""),
+    ],
+)
+def test_a_summary_with_other_parts_is_refused(copy, change, message):
+    summary = json.loads((copy / "summary.json").read_bytes())
+    change(summary)
+    (copy / "summary.json").write_text(json.dumps(summary))
+    with pytest.raises(ConfigError, match=rf"summary\.json.*{message}"):
+        terminal.show(copy, io.StringIO())
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1"])
+def test_the_table_of_a_sweep_that_is_none(tmp_path, content):
+    (tmp_path / "points.parquet").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"points\.parquet is not a table"):
+        collect.show(tmp_path)
+
+
 # --- what is printed -----------------------------------------------------------------------------------------------
 
 HOSTILE = "\x1b[2J\x1b]0;title\x07\x9b31m\u202egnp.exe\u2066\r\x08"
@@ -164,6 +203,7 @@ def test_a_full_disk_ends_a_sweep_in_one_line(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "pdsim", *words, "output=out"],
         cwd=tmp_path,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},  # compiled modules would be cut short, too
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (400, 400)),
         capture_output=True,
         text=True,
