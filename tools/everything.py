@@ -165,6 +165,7 @@ INSTEAD = {
     "calibrate --from": COMMANDS["calibrate"],
     "diagnose --format": f"{COMMANDS['diagnose']} --format samples",
     "diagnose --path": f"{COMMANDS['diagnose']} --path intra",
+    "diagnose --config-dir": f"{COMMANDS['diagnose']} --config-dir conf",
     "calibrate --format": "calibrate --from data/calibration/nixl-2xh200.csv --format samples hw=2xh200 "
     "backend=nixl",
     "profile --from": COMMANDS["profile"],

@@ -74,19 +74,16 @@ def explanations(
     can fall back to it.  What is `EXPECTED` within `TOLERANCE` comes first.
     """
     found = [Explanation(EXPECTED, 1.0, _unexplained(samples, model, line), "nothing is slower than it should be")]
-    if tcp is not None:
-        left = _unexplained(samples, tcp, hw.host.tcp_rate)
-        found.append(Explanation("over TCP", 1.0, left, _OF_TCP))
     slowest = max(one.seconds for one in samples)
 
     def wire(factor: float) -> tuple[EngineModel, Rate, float]:
-        rates = {name: getattr(model, name) / factor for name in ("rate", "read_rate", "queue_rate")}
-        return replace(model, **rates), line / factor, 1.0
+        return _slower(model, factor), line / factor, 1.0
 
-    def host(factor: float) -> tuple[EngineModel, Rate, float]:
-        slow, rate, _ = wire(factor) if model.path in ("tcp", "shm") else (model, line, 1.0)  # it copies the bytes
+    def host(factor: float, model: EngineModel = model, line: Rate = line) -> tuple[EngineModel, Rate, float]:
+        if model.path in ("tcp", "shm"):  # it copies the bytes
+            model, line = _slower(model, factor), line / factor
         ramp = tuple(replace(step, extra=step.extra * factor) for step in model.ramp)
-        return replace(slow, call=model.call * factor, descriptor=model.descriptor * factor, ramp=ramp), rate, 1.0
+        return replace(model, call=model.call * factor, descriptor=model.descriptor * factor, ramp=ramp), line, 1.0
 
     def seen(factor: float) -> tuple[EngineModel, Rate, float]:
         late = slowest * (factor - 1.0) / (_FACTORS[-1] - 1.0)
@@ -99,12 +96,18 @@ def explanations(
     }
     if all(one.blocks == 1 for one in samples):  # as in logs that count no descriptors
         changes["more descriptors"] = (lambda factor: (model, line, factor)), (lambda _: _OF_DESCRIPTORS)
+    if tcp is not None:  # on a host that may be slow, too
+        changes["over TCP"] = (lambda factor: host(factor, tcp, hw.host.tcp_rate)), (lambda _: _OF_TCP)
     for cause, (change, remedy) in changes.items():
         left, factor = min((_unexplained(samples, *change(factor)), factor) for factor in _FACTORS)
-        if factor > 1.0:
+        if factor > 1.0 or cause == "over TCP":
             found.append(Explanation(cause, factor, left, remedy(factor)))
     found.sort(key=lambda one: (one.cause != EXPECTED or one.unexplained > TOLERANCE, one.unexplained))
     return [replace(one, alike=one.unexplained < found[0].unexplained + _ALIKE) for one in found]
+
+
+def _slower(model: EngineModel, factor: float) -> EngineModel:
+    return replace(model, **{name: getattr(model, name) / factor for name in ("rate", "read_rate", "queue_rate")})
 
 
 def _unexplained(samples: Sequence[Sample], model: EngineModel, line: Rate, split: float = 1.0) -> float:

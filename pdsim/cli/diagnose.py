@@ -5,23 +5,24 @@ from __future__ import annotations
 
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from json import dumps
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from typing import Any
 
 from pdsim.calibration import diagnosis, importers
 from pdsim.calibration import samples as points
 from pdsim.calibration.calibrate import base_of, link_of
-from pdsim.calibration.diagnosis import EXPECTED, Explanation, Timing
+from pdsim.calibration.diagnosis import EXPECTED, TOLERANCE, Explanation, Timing
 from pdsim.calibration.samples import Sample
 from pdsim.cli.help import parse
 from pdsim.config import Config
-from pdsim.config.compose import CommandLine, compose, composed
+from pdsim.config.compose import CommandLine, composed
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
-from pdsim.core.units import format_size, format_time
+from pdsim.core.units import Rate, format_size, format_time
 from pdsim.hardware.costs import EngineModel
 from pdsim.results import terminal
 from pdsim.results.kept import KeptRun
@@ -42,14 +43,13 @@ def diagnose(words: Sequence[str]) -> int:
     sources, overrides = [word for word in rest if "=" not in word], [word for word in rest if "=" in word]
     if len(sources) != 1:
         raise ConfigError(f"diagnose needs one log, folder or URL, got {len(sources)}; see pdsim diagnose --help")
-    samples, config = _measured(sources[0], overrides, asked.get("--format", ""))
+    samples, config = _measured(sources[0], overrides, asked)
     at = asked.get("--path", "") or ("intra" if config.backend.intra and config.hw.nodes == 1 else "inter")
     if at not in ("intra", "inter"):
         raise ConfigError(f"--path {at}: must be intra or inter")
-    model = base_of(config.backend, at)
-    line = link_of(config.hw, model.path)[1]
+    model, line = _expected(config, at)
     timings = diagnosis.timings(samples, model, line)
-    ranked = diagnosis.explanations(samples, model, config.hw, line, _over_tcp(config, overrides, at))
+    ranked = diagnosis.explanations(samples, model, config.hw, line, _over_tcp(config, overrides, asked, at))
     if "--json" in asked:
         about = {"backend": config.backend.name, "hw": config.hw.name, "path": at}
         terminal.show_lines(
@@ -65,8 +65,9 @@ def diagnose(words: Sequence[str]) -> int:
     return 0
 
 
-def _measured(source: str, overrides: Sequence[str], tool: str) -> tuple[list[Sample], Config]:
+def _measured(source: str, overrides: Sequence[str], asked: Mapping[str, Any]) -> tuple[list[Sample], Config]:
     # transfers from one rank to another alone: others slow each other, which no cause here is about
+    tool = asked.get("--format", "")
     if source.startswith(("http://", "https://")):
         samples = _fetched(source, tool)
     elif (path := Path(source)).is_dir():
@@ -77,11 +78,24 @@ def _measured(source: str, overrides: Sequence[str], tool: str) -> tuple[list[Sa
         samples = points.from_transfers(
             [[TransferRecord(**{name: row[column] for name, column in names.items()}) for row in rows]]
         )
-        config = composed(CommandLine.of(list(overrides), {"--config-path": path}))
+        config = composed(CommandLine.of(list(overrides), {**asked, "--config-path": path}))
         return _alone(samples, source), config
     else:
         samples = list(importers.read(path, tool).rows)
-    return _alone(samples, source), compose([*overrides, "experiment=transfer"])
+    return _alone(samples, source), _composed([*overrides, "experiment=transfer"], asked)
+
+
+def _composed(words: list[str], asked: Mapping[str, Any]) -> Config:
+    return composed(CommandLine.of(words, asked))
+
+
+def _expected(config: Config, at: str) -> tuple[EngineModel, Rate]:
+    # the engine's model, and the rate of its links; between nodes TCP takes the link of known rate, if there is one
+    model, link = base_of(config.backend, at), config.hw.link
+    line = link_of(config.hw, model.path)[1]
+    if link is None or (model.path, at) != ("tcp", "inter"):
+        return model, line
+    return replace(model, latency=model.latency + 2 * link.delay), min(line, link.forward(0))
 
 
 def _alone(samples: Sequence[Sample], source: str) -> list[Sample]:
@@ -105,12 +119,12 @@ def _fetched(url: str, tool: str) -> list[Sample]:
         return list(importers.read(Path(file.name), tool).rows)
 
 
-def _over_tcp(config: Config, overrides: Sequence[str], at: str) -> EngineModel | None:
+def _over_tcp(config: Config, overrides: Sequence[str], asked: Mapping[str, Any], at: str) -> EngineModel | None:
     name = f"{config.backend.implementation}_tcp"
     if base_of(config.backend, at).path == "tcp" or name not in plugins.options("backend"):
         return None
     kept = [word for word in overrides if not word.startswith("backend")]
-    other = compose([*kept, f"hw={config.hw.name}", f"backend={name}", "experiment=transfer"])
+    other = _composed([*kept, f"hw={config.hw.name}", f"backend={name}", "experiment=transfer"], asked)
     return base_of(other.backend, at)
 
 
@@ -136,9 +150,9 @@ def _timings(timings: Sequence[Timing]) -> Table:
 def _verdict(ranked: Sequence[Explanation]) -> list[str]:
     first, *others = ranked
     alike = [one.cause for one in others if one.alike]
-    if first.cause == EXPECTED:
+    if first.cause == EXPECTED and first.unexplained <= TOLERANCE:
         return [f"transfers are as expected, {first.unexplained:.0%} off in the mean"]
-    if first.unexplained > _UNEXPLAINED:
+    if first.cause == EXPECTED or first.unexplained > _UNEXPLAINED:
         return [f"no single cause explains these times; {_said(first)} leaves {first.unexplained:.0%} in the mean"]
     lines = [f"likely: {_said(first)}; {first.remedy}"]
     if alike:

@@ -233,6 +233,7 @@ deployment.
 Options:
   --format NAME     of the file (default: by its content): {formats}
   --path NAME       intra or inter: within a node, or across (default: intra on one node)
+  --config-dir DIR  add your configuration files, such as DIR/calibration of this machine when it was well
   --json            print one JSON object"""
 
 PAGES["recipe"] = """\
