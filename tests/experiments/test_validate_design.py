@@ -79,13 +79,6 @@ def test_jobs_of_handoffs_share_the_repeats(tmp_path: Path, jobs: int, repeat: i
     assert "left out, with more than 524288 slices: sliced handoffs of 8192 tokens" in design.notes
 
 
-def test_a_small_workload_is_served_unless_another_is_asked_for():
-    config = composed("hw=8xh200", "backend=nvlink")
-    assert (config.parallel.prefill.tp, config.parallel.decode.tp, config.workload.count) == (4, 4, 12)
-    other = composed("hw=8xh200", "workload=embedded")
-    assert other.workload.arrivals == "embedded"
-
-
 @pytest.mark.parametrize(
     ("words", "largest", "tokens", "jobs"),
     [

@@ -52,10 +52,6 @@ def test_without_evidence_no_number_is_printed(tmp_path, verbose):
     assert "evidence: none, so no number is printed" in text
 
 
-def test_a_terminal_gets_colours(config):
-    assert "\x1b[" in printed(Run(config).finish(make_result()), Terminal())
-
-
 def test_a_narrow_terminal_gets_the_columns_that_fit(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     file = Terminal()
