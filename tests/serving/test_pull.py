@@ -124,6 +124,7 @@ def test_pages_of_a_lost_reader_come_back_and_others_are_served():
 def test_a_lender_that_ends_fails_its_reads_once_that_is_noticed():
     outcome = serve([LONG], {"prefill0.0": 0.1}, hw=CRAWLING)
     (read,) = outcome.outcome.ranks["decode0.0"].transfers
+    assert outcome.statuses == ["PeerLost: prefill0.0 is gone"]  # by the read, before silence tells
     assert read.status == "PeerLost"
     assert read.seen == pytest.approx(0.1 + DETECTION, abs=1e-2)
     assert outcome.at_rest("decode0.0")
