@@ -42,7 +42,6 @@ MODULES = (
     "pdsim/kv/plan.py",
     "pdsim/kv/push.py",
     "pdsim/kv/receiver.py",
-    "pdsim/kv/rooms.py",
     "pdsim/compute/roofline.py",
     "pdsim/serving/block_manager.py",
     "pdsim/serving/decode.py",

@@ -9,7 +9,7 @@ import pytest
 from simpy import Interrupt
 from simpy.core import EmptySchedule
 
-from pdsim.core.clock import LAST, Alarm, Clock, Mailbox, WallClock, fire
+from pdsim.core.clock import LAST, Alarm, Clock, ExpiringMap, Mailbox, Timers, WallClock, fire
 from pdsim.core.errors import NeverPaused
 
 PATIENCE = 10.0
@@ -338,3 +338,32 @@ class TestWallClock:
         wall.watch(Busy())
         wall.run(until=wall.timeout(0.01))
         assert log == []
+
+
+def test_a_room_expires_exactly_at_its_limit():
+    clock, done = Clock(), []
+    timers = Timers(clock, 2.0, lambda room: done.append((clock.now, room)))
+    timers.add(1)
+    clock.call_at(0.5, timers.add, 2)
+    clock.call_at(1.0, timers.drop, 1)
+    clock.call_at(1.5, timers.add, 3)
+    clock.run()
+    assert (done, len(timers)) == ([(2.5, 2), (3.5, 3)], 0)
+
+
+def test_without_a_limit_nothing_expires_or_is_kept():
+    clock = Clock()
+    timers = Timers(clock, 0.0, lambda room: None)
+    timers.add(1)
+    assert (len(timers), clock.peek()) == (0, float("inf"))
+
+
+def test_what_fades_is_forgotten_and_does_not_pile_up():
+    clock = Clock()
+    fading: ExpiringMap[str] = ExpiringMap(clock, 1.0)
+    for room in range(1000):
+        clock.call_at(room * 0.1, lambda room: fading.set(room, "here"), room)
+    clock.run(until=99.95)
+    assert len(fading) <= 11
+    assert [room in fading for room in (5, 995, 999)] == [False, True, True]
+    assert [fading.get(999), fading.pop(999), fading.pop(999), fading.pop(5)] == ["here", "here", None, None]

@@ -18,7 +18,7 @@ from backends.jobs.launcher import Processes
 from experiments import serve
 from pdsim.config.compose import compose
 from pdsim.hardware.machine import LinkChange
-from pdsim.serving.deployment import ROUTER, instance_of
+from pdsim.kv.messages import ROUTER, instance_of
 from pdsim.serving.workload import Request
 from pdsim.transfer.job import Outcome, RankResult, RankSpec
 

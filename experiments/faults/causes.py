@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from pdsim.hardware.costs import Collective, Engine
 from pdsim.hardware.machine import Machine
-from pdsim.serving.deployment import ROUTER, Deployment, instance_of
+from pdsim.kv.messages import ROUTER, instance_of
+from pdsim.serving.deployment import Deployment
 from pdsim.serving.workload import Request
 from pdsim.sim.faults import Faults, Pause, Silence
 from pdsim.transfer.job import Outcome, RankSpec

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from pdsim.kv.messages import Submit
+from pdsim.kv.messages import Submit, instance_of
 from pdsim.serving.decode import DecodeScheduler, decode_rank
-from pdsim.serving.deployment import Deployment, instance_of
+from pdsim.serving.deployment import Deployment
 from pdsim.serving.router import RoutedRequest, Router
 from pdsim.transfer import Program
 from pdsim.transfer.job import Rank

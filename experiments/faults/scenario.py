@@ -23,10 +23,11 @@ from pdsim.config import Config
 from pdsim.hardware.costs import Collective, CollectiveModel, Engine, EngineModel
 from pdsim.hardware.machine import Gpu, Host, Interconnect, Machine, Nic
 from pdsim.kv.allgather import MEMORIES
+from pdsim.kv.messages import ROUTER, instance_of
 from pdsim.kv.pages import ORDERS
 from pdsim.kv.policy import Policy, Staging
 from pdsim.models.llm import Hybrid, Llm, Parallel, Side
-from pdsim.serving.deployment import ROUTER, Deployment, instance_of
+from pdsim.serving.deployment import Deployment
 from pdsim.serving.settings import Cache, HostCosts, Kv, SchedulerLimits
 from pdsim.serving.workload import Request, stream
 from pdsim.sim.faults import Faults, Pause, Silence, Slow, Squeeze

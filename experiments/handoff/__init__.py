@@ -21,9 +21,9 @@ from pdsim.config import Config, ExperimentOptions
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
 from pdsim.core.units import NotNegativeInt, PositiveInt, Seconds
+from pdsim.kv.messages import ROUTER, index_of
 from pdsim.models.llm import Parallel, Side
 from pdsim.results.record import Metric, Result, percentile
-from pdsim.serving.deployment import ROUTER, index_of
 from pdsim.serving.workload import Request
 from pdsim.transfer import TransferRecord
 from pdsim.transfer.job import Outcome, Place, RankSpec, Target

@@ -24,18 +24,11 @@ from pdsim.core.progress import ShowProgress
 from pdsim.core.units import NotNegativeInt, Seconds, format_size
 from pdsim.kv.contents import EVERY
 from pdsim.kv.layout import Grid, KvShape
+from pdsim.kv.messages import ROUTER, rank_name
 from pdsim.kv.policy import Staging
 from pdsim.models.llm import Side
 from pdsim.results.record import Result
-from pdsim.serving.deployment import (
-    ROUTER,
-    CpGather,
-    Deployment,
-    colocated_places,
-    pages_per_rank,
-    places,
-    rank_name,
-)
+from pdsim.serving.deployment import CpGather, Deployment, colocated_places, pages_per_rank, places
 from pdsim.serving.load import OfferedLoad, offered_load, scaled
 from pdsim.serving.requests import Request, RequestLog, RequestTable, request_columns
 from pdsim.serving.workload import draw

@@ -17,10 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pdsim.core.units import format_time
+from pdsim.kv.messages import ROUTER
 from pdsim.kv.plan import PATHS
 from pdsim.results.record import Metric, Table, distribution, intervals, mean, percentile, trend
 from pdsim.serving.block_manager import hit_share
-from pdsim.serving.deployment import ROUTER, Deployment
+from pdsim.serving.deployment import Deployment
 from pdsim.serving.load import OfferedLoad
 from pdsim.serving.requests import HASHED, Request
 from pdsim.serving.settings import Slo, Workload

@@ -3,7 +3,8 @@
 
 `Clock` is virtual: it jumps from event to event, and equal inputs give equal times, bit for bit.  `WallClock` waits,
 for real time and for the completions of real engines.  Both are environments of SimPy's events, conditions and
-processes; they do not derive from `simpy.Environment`, so that they can be compiled as a whole.
+processes; they do not derive from `simpy.Environment`, so that they can be compiled as a whole.  `Timers` and
+`ExpiringMap` give many keys a limit of time at the cost of one event.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Container, Generator, Iterable, Iterator
 from heapq import heappop, heappush
+from itertools import takewhile
 from math import inf
-from typing import Any, Protocol, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from simpy.core import EmptySchedule
 from simpy.events import NORMAL, PENDING, URGENT, AllOf, AnyOf, Event, Process, Timeout
 
 from pdsim.core.errors import NeverPaused
+
+Value = TypeVar("Value")
 
 LAST = NORMAL + 1
 """Priority of an event that comes after all other events of its instant."""
@@ -514,3 +518,86 @@ class WallClock(Clock):
         elif until > 0:
             time.sleep(min(until, self.nap))
         self._listen_at = 0.0
+
+
+# --- limits of time for many keys --------------------------------------------------------------------------------
+
+
+class Timers:
+    """A time limit of *seconds* for each of many keys; *expire* is called with one that reaches it.
+
+    All have the same limit, so they expire in the order in which they were added, and one event serves them all.
+    Without a limit (0 seconds) nothing ever expires.
+    """
+
+    def __init__(self, clock: Clock, seconds: float, expire: Callable[[int], None]) -> None:
+        self._clock = clock
+        self._seconds = seconds
+        self._expire = expire
+        self._limits: dict[int, float] = {}
+        self._armed = False
+
+    def __len__(self) -> int:
+        """Return how many keys have a limit."""
+        return len(self._limits)
+
+    def add(self, key: int) -> None:
+        """Begin the time of *key*."""
+        if self._seconds:
+            self._limits[key] = self._clock.now + self._seconds
+            self._arm()
+
+    def drop(self, key: int) -> None:
+        """End the time of *key*, if it has begun."""
+        self._limits.pop(key, None)
+
+    def _arm(self) -> None:
+        if self._limits and not self._armed:
+            self._armed = True
+            self._clock.call_at(next(iter(self._limits.values())), self._ring, None)
+
+    def _ring(self, _: Any) -> None:
+        self._armed = False
+        now = self._clock.now
+        for key, _limit in list(takewhile(lambda entry: entry[1] <= now, self._limits.items())):
+            if self._limits.pop(key, None) is not None:  # or *expire* of another one has dropped it
+                self._expire(key)
+        self._arm()
+
+
+class ExpiringMap(Generic[Value]):
+    """Values by key that are forgotten *seconds* after they were set.
+
+    What is too old is dropped when the next value is set, at a cost that does not grow with the number of keys.
+    """
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        self._clock = clock
+        self._seconds = seconds
+        self._values: dict[int, tuple[float, Value]] = {}
+
+    def __len__(self) -> int:
+        """Return how many are remembered, some of them too old."""
+        return len(self._values)
+
+    def __contains__(self, key: int) -> bool:
+        """Return whether *key* is remembered."""
+        entry = self._values.get(key)
+        return entry is not None and self._clock.now < entry[0]
+
+    def set(self, key: int, value: Value) -> None:
+        """Remember *value* for *key* from now on, and forget what is too old."""
+        self._values.pop(key, None)  # to the end: in order of time
+        self._values[key] = (self._clock.now + self._seconds, value)
+        while (oldest := next(iter(self._values))) not in self:
+            del self._values[oldest]
+
+    def get(self, key: int) -> Value | None:
+        """Return what is remembered for *key*, or None."""
+        return self._values[key][1] if key in self else None
+
+    def pop(self, key: int) -> Value | None:
+        """Return what is remembered for *key*, or None, and forget it."""
+        value = self.get(key)
+        self._values.pop(key, None)
+        return value

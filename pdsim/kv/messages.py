@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks tell each other, as typed messages with a schema version.
+"""What ranks tell each other, as typed messages with a schema version; how ranks are named; the status of a room.
 
 One byte of version, then MessagePack of an array ``[type, fields...]``; nothing is ever pickled.  Times are seconds
 on the job's clock, pages are those of the receiver's or sender's instance, rooms are positive.  *incarnation* is
@@ -8,7 +8,8 @@ that of the instance that a message is meant for: it may find the next one, whic
 
 from __future__ import annotations
 
-from functools import reduce
+from enum import IntEnum
+from functools import lru_cache, reduce
 from operator import or_
 from typing import Any
 
@@ -20,6 +21,11 @@ from pdsim.kv.pages import Pages, Runs
 
 VERSION = 14
 """Of the schema; to be raised with every change of a message's fields."""
+
+
+OVER = 600.0
+"""Seconds for which a room that failed is remembered, so that no late message revives it: far longer than any
+message or notification takes, and short enough to keep few of them."""
 
 
 class Refused(MessageError):
@@ -345,3 +351,126 @@ def decode(payload: bytes) -> KvMessage:
         return _decode(payload[1:])  # type: ignore[no-any-return]
     except (msgspec.MsgspecError, ValueError) as error:  # msgspec leaves text that is not UTF-8 to the codec's error
         raise MessageError(f"not a message of schema version {VERSION}: {error}") from None
+
+
+# --- names of ranks ------------------------------------------------------------------------------------------------
+
+ROUTER = "router"
+
+
+@lru_cache(4096)
+def rank_name(instance: str, index: int) -> str:
+    """Return the name of the *index*-th rank: ``rank_name("prefill0", 1) == "prefill0.1"``."""
+    return f"{instance}.{index}"
+
+
+@lru_cache(4096)
+def leader(name: str) -> str:
+    """Return the rank that schedules for the instance, or the incarnation of one, called *name*."""
+    return rank_name(instance_of(name), 0)
+
+
+@lru_cache(4096)
+def incarnation_name(instance: str, epoch: int) -> str:
+    """Return the name of one incarnation of an instance: ``incarnation_name("prefill0", 2) == "prefill0@2"``."""
+    return f"{instance}@{epoch}"
+
+
+@lru_cache(4096)
+def epoch_of(incarnation: str) -> int:
+    """Return the epoch of *incarnation*: the inverse of `incarnation_name`."""
+    return int(incarnation.partition("@")[2])
+
+
+@lru_cache(4096)
+def instance_of(name: str) -> str:
+    """Return the instance that the rank or the incarnation called *name* belongs to.
+
+    >>> instance_of("prefill0d1.3"), instance_of("decode2@4"), leader("decode2@4")
+    ('prefill0d1', 'decode2', 'decode2.0')
+    """
+    return name.partition(".")[0].partition("@")[0]
+
+
+@lru_cache(4096)
+def index_of(rank: str) -> int:
+    """Return the number of *rank* in its group: the inverse of `rank_name`."""
+    return int(rank.partition(".")[2])
+
+
+# --- the status of a room ------------------------------------------------------------------------------------------
+
+
+class Status(IntEnum):
+    """The states of a handoff, in order; the minimum over the ranks of a group is the status of the group.
+
+    ::
+
+        BOOTSTRAPPING -> WAITING -> TRANSFERRING -> SUCCESS
+              |             |            |
+              +-------------+------------+--------> FAILED
+
+    SUCCESS and FAILED absorb (`advance`); invariant I1 of `docs/faults.md` checks that.
+    """
+
+    FAILED = 0
+    BOOTSTRAPPING = 1  # the other side has not been heard of
+    WAITING = 2  # for input: pages are known, no bytes have moved
+    TRANSFERRING = 3
+    SUCCESS = 4
+
+
+def advance(old: Status, new: Status) -> Status:
+    """Return the status after *old* when *new* is reported: FAILED and SUCCESS absorb, and nothing goes back.
+
+    >>> advance(Status.TRANSFERRING, Status.WAITING).name, advance(Status.FAILED, Status.SUCCESS).name
+    ('TRANSFERRING', 'FAILED')
+    """
+    if old is Status.FAILED or old is Status.SUCCESS:
+        return old
+    return new if new is Status.FAILED or new > old else old
+
+
+class Consensus:
+    """The status of one room in a group of *size* ranks, kept by its leader: the least that any of them has.
+
+    `succeed` by each rank, or `fail` once and then `settle` by each rank.  SGLang takes that minimum by a collective
+    before each step of the scheduler.  Raise a `ValueError` for a rank that the group does not have.
+    """
+
+    __slots__ = ("_reported", "_size", "status")
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._reported: set[int] = set()
+        self.status = Status.WAITING
+
+    @property
+    def over(self) -> bool:
+        """Whether the status is final: it never changes any more."""
+        return self.status is Status.FAILED or self.status is Status.SUCCESS
+
+    def succeed(self, rank: int) -> bool:
+        """Record that *rank* has done its part, however often it says so; return whether that ends the room."""
+        if self.over or not self._is_last(rank):
+            return False
+        self.status = Status.SUCCESS
+        return True
+
+    def fail(self) -> bool:
+        """Record that the room has failed on some rank; return whether that ends it, which it does once."""
+        if self.over:
+            return False
+        self.status = Status.FAILED
+        self._reported.clear()
+        return True
+
+    def settle(self, rank: int) -> bool:
+        """Record that of the failed room nothing moves on *rank*; return whether that was the last to say so."""
+        return self.status is Status.FAILED and rank not in self._reported and self._is_last(rank)
+
+    def _is_last(self, rank: int) -> bool:
+        if not 0 <= rank < self._size:
+            raise ValueError(f"rank {rank} is not one of {self._size}")
+        self._reported.add(rank)
+        return len(self._reported) == self._size

@@ -390,6 +390,7 @@ class DecodePeer:
         self.number = number
         self.prefill = register.incarnation
         self.part = part
+        self.with_last = part.with_last
         self.source = source
         self.region = peer.regions[REGION]
         self.ring = peer.regions.get(STAGING)

@@ -27,13 +27,14 @@ from pdsim.kv.messages import (
     StagingRelease,
     StagingReply,
     StagingRequest,
+    Status,
     TransferDone,
+    advance,
     encode,
 )
 from pdsim.kv.pages import Runs, cut, sources, targets
 from pdsim.kv.plan import DecodePeer, Peers, Write, in_layers
 from pdsim.kv.policy import Staging
-from pdsim.kv.rooms import Status, advance
 from pdsim.transfer import Batch, Buffer, Peer, Program, Region, Transfer, Writes, WriteSequence
 from pdsim.transfer.batch import single_descriptor
 from pdsim.transfer.job import Rank
@@ -398,7 +399,7 @@ class KvSender:
             if writes[-1].path == "control" and target.fallback:
                 self.fallbacks[target.fallback] += 1
             total = state.writes[name] = state.writes.get(name, 0) + sum([write.count for write in writes])
-            over = chunk.last if target.part.with_last else finished
+            over = chunk.last if target.with_last else finished
             own = replace(arrival, count=total) if over else arrival
             for write in writes:
                 write.room, write.arrival = state, own

@@ -11,10 +11,12 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from pdsim.core.clock import ExpiringMap
 from pdsim.core.errors import MessageError, OutOfMemory, TransferError
 from pdsim.kv.contents import KvPool
 from pdsim.kv.layout import STAGING, KvLayout, RankMap, write_metadata
 from pdsim.kv.messages import (
+    OVER,
     Arrival,
     Destination,
     RankQuiesced,
@@ -28,7 +30,6 @@ from pdsim.kv.messages import (
 from pdsim.kv.pages import Pages
 from pdsim.kv.plan import BlockPlan, block_plans
 from pdsim.kv.policy import Staging
-from pdsim.kv.rooms import OVER, ExpiringMap
 from pdsim.transfer import Notification
 
 

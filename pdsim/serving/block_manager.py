@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
+from pdsim.core.clock import Clock
 from pdsim.kv.layout import KvLayout
 from pdsim.kv.messages import Submit
 from pdsim.kv.pages import PagePool, Pages, PrefixPagePool, StatePool, after
@@ -181,6 +182,45 @@ class DecodePages(BlockManager):
     def forget(self, room: int) -> None:
         """Forget the hashes of *room*, which is over."""
         self._keys.pop(room, None)
+
+
+class QuarantineStall:
+    """For how long nothing but pages in quarantine has been in the way of a queue.
+
+    They come back once it is proven that nobody writes to them, so it is worth waiting for them, but only *seconds*
+    from when the queue was blocked first; then *wake* is called.
+    """
+
+    def __init__(self, clock: Clock, seconds: float, wake: Callable[[], None]) -> None:
+        self._clock = clock
+        self._seconds = seconds
+        self._wake = wake
+        self._until: float | None = None
+
+    def too_long(self) -> bool:
+        """Return whether the queue, which is blocked now, has been for too long, so that its first must give up."""
+        if self._until is None:
+            self._until = self._clock.now + self._seconds
+            self._clock.call_at(self._until, lambda _: self._wake(), None)
+        return self._clock.now >= self._until
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the queue is blocked, and not for too long yet."""
+        return self._until is not None and self._clock.now < self._until
+
+    def clear(self) -> None:
+        """Record that the queue is not blocked, or by rooms that will be over by themselves."""
+        self._until = None
+
+
+def out_of_memory(pages: PagePool, count: int, slot: bool = True) -> str:
+    """Return why a room that needs *count* pages, and has a *slot* for metadata or not, fails."""
+    if not slot:
+        what = "all slots for metadata"
+    else:
+        what = f"{pages.used} of {pages.pages} pages" if pages.free < count else "rows of state"
+    return f"OutOfMemory: {what} are in quarantine"
 
 
 class PrefixCache:

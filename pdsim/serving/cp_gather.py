@@ -21,9 +21,9 @@ from pdsim.core.errors import TransferError
 from pdsim.kv.allgather import PaddedAllGather, Split, zigzag
 from pdsim.kv.contents import Contents
 from pdsim.kv.layout import KvLayout
-from pdsim.kv.messages import Chunk, Forward
+from pdsim.kv.messages import Chunk, Forward, rank_name
 from pdsim.kv.pages import sources
-from pdsim.serving.deployment import Deployment, GatheredTensors, gathered_tensors, rank_name
+from pdsim.serving.deployment import Deployment, GatheredTensors, gathered_tensors
 from pdsim.transfer import Buffer, Program, Region
 from pdsim.transfer.job import Rank
 

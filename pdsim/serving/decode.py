@@ -16,13 +16,13 @@ from msgspec.structs import replace
 from mypy_extensions import mypyc_attr
 from simpy.events import Event
 
-from pdsim.kv.messages import Abort, Arrival, Dropped, Finished, Offload, Submit, TransferDone
+from pdsim.core.clock import Timers
+from pdsim.kv.messages import ROUTER, Abort, Arrival, Dropped, Finished, Offload, Submit, TransferDone
 from pdsim.kv.pages import Pages
 from pdsim.kv.pull import KvReader
 from pdsim.kv.receiver import KvReceiver
-from pdsim.kv.rooms import Timers, out_of_memory
-from pdsim.serving.block_manager import DecodePages
-from pdsim.serving.deployment import ROUTER, Deployment
+from pdsim.serving.block_manager import DecodePages, out_of_memory
+from pdsim.serving.deployment import Deployment
 from pdsim.serving.policies import handoff_of
 from pdsim.serving.rank_process import EngineRank, HandoffLeader, InstanceScheduler, Mover, Room
 from pdsim.serving.steps import GrowingMemory, RunningBatch
@@ -405,7 +405,7 @@ class DecodeScheduler(InstanceScheduler[DecodeRequest, DecodePages, DecodeLeader
 
     def _join(self) -> None:
         while self._waiting and self.preemption.has_place:
-            index = self.policy.join([room.request for room in self._waiting])
+            index = self.policy.join([room.request for room in self._waiting]) if len(self._waiting) > 1 else 0
             room = self._waiting[index]
             del self._waiting[index]
             room.state, room.joined = "running", self.clock.now

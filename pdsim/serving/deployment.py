@@ -18,6 +18,7 @@ from pdsim.hardware.costs import CollectiveModel
 from pdsim.hardware.machine import Machine
 from pdsim.kv.contents import EVERY
 from pdsim.kv.layout import Grid, KvLayout, KvShape, RankMap
+from pdsim.kv.messages import rank_name
 from pdsim.kv.pages import StatePool
 from pdsim.kv.policy import Policy, Staging
 from pdsim.models.llm import Llm, Parallel, Side
@@ -25,63 +26,14 @@ from pdsim.serving.settings import Cache, Kv, SchedulerLimits, ServingEngine
 from pdsim.transfer.job import Place
 
 __all__ = [
-    "ROUTER",
     "CpGather",
     "Deployment",
     "GatheredTensors",
-    "epoch_of",
     "gathered_tensors",
-    "incarnation_name",
-    "index_of",
-    "instance_of",
-    "leader",
     "pages_per_rank",
     "places",
-    "rank_name",
     "staging_problems",
 ]
-
-ROUTER = "router"
-
-
-@lru_cache(4096)
-def rank_name(instance: str, index: int) -> str:
-    """Return the name of the *index*-th rank: ``rank_name("prefill0", 1) == "prefill0.1"``."""
-    return f"{instance}.{index}"
-
-
-@lru_cache(4096)
-def leader(name: str) -> str:
-    """Return the rank that schedules for the instance, or the incarnation of one, called *name*."""
-    return rank_name(instance_of(name), 0)
-
-
-@lru_cache(4096)
-def incarnation_name(instance: str, epoch: int) -> str:
-    """Return the name of one incarnation of an instance: ``incarnation_name("prefill0", 2) == "prefill0@2"``."""
-    return f"{instance}@{epoch}"
-
-
-@lru_cache(4096)
-def epoch_of(incarnation: str) -> int:
-    """Return the epoch of *incarnation*: the inverse of `incarnation_name`."""
-    return int(incarnation.partition("@")[2])
-
-
-@lru_cache(4096)
-def instance_of(name: str) -> str:
-    """Return the instance that the rank or the incarnation called *name* belongs to.
-
-    >>> instance_of("prefill0d1.3"), instance_of("decode2@4"), leader("decode2@4")
-    ('prefill0d1', 'decode2', 'decode2.0')
-    """
-    return name.partition(".")[0].partition("@")[0]
-
-
-@lru_cache(4096)
-def index_of(rank: str) -> int:
-    """Return the number of *rank* in its group: the inverse of `rank_name`."""
-    return int(rank.partition(".")[2])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pdsim.core.clock import ExpiringMap
 from pdsim.core.errors import MessageError
-from pdsim.kv.messages import ConnectPeer, Gone, KvMessage, KvSpec, RegisterRank, RoomLocations, RoomQuery
-from pdsim.kv.rooms import ExpiringMap
-from pdsim.serving.deployment import Deployment, incarnation_name, instance_of, rank_name
+from pdsim.kv.messages import (
+    ConnectPeer,
+    Gone,
+    KvMessage,
+    KvSpec,
+    RegisterRank,
+    RoomLocations,
+    RoomQuery,
+    incarnation_name,
+    instance_of,
+    rank_name,
+)
+from pdsim.serving.deployment import Deployment
 from pdsim.serving.policies import RoutingQuery, route, router_policy
 from pdsim.serving.rank_process import Handler, RankProcess
 

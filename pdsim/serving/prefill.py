@@ -18,6 +18,7 @@ from simpy.events import Event
 from pdsim.core.clock import fire
 from pdsim.core.errors import PdsimError, TransferError
 from pdsim.kv.messages import (
+    ROUTER,
     Abort,
     Chunk,
     Destination,
@@ -26,14 +27,14 @@ from pdsim.kv.messages import (
     Offload,
     Submit,
     TransferDone,
+    index_of,
 )
 from pdsim.kv.pages import Pages, Runs, after, cut, pair
 from pdsim.kv.pull import KvSource
 from pdsim.kv.push import KvSender
-from pdsim.kv.rooms import out_of_memory
-from pdsim.serving.block_manager import BlockManager, page_keys, page_pool
+from pdsim.serving.block_manager import BlockManager, out_of_memory, page_keys, page_pool
 from pdsim.serving.cp_gather import ForwardGather
-from pdsim.serving.deployment import ROUTER, Deployment, index_of
+from pdsim.serving.deployment import Deployment
 from pdsim.serving.policies import handoff_of, step_pieces
 from pdsim.serving.rank_process import EngineRank, HandoffLeader, InstanceScheduler, Mover, Room
 from pdsim.serving.steps import PostingHost, iteration_seconds
@@ -399,6 +400,8 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
         Raise a `ConfigError` if the policy gives more tokens than there are.
         """
         self._held_up = 0.0
+        if not self._queue:
+            return None
         pieces: list[tuple[int, int]] = []
         chunks: list[Chunk] = []
         cached: list[Chunk] = []  # need no forward

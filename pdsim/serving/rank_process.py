@@ -24,7 +24,9 @@ from pdsim.core.errors import MessageError, PeerLost, TransferFailed
 from pdsim.kv.contents import KvPool
 from pdsim.kv.layout import KvLayout
 from pdsim.kv.messages import (
+    ROUTER,
     ConnectPeer,
+    Consensus,
     Fence,
     Fenced,
     Gone,
@@ -40,21 +42,17 @@ from pdsim.kv.messages import (
     Submit,
     decode,
     encode,
-    refusal,
-)
-from pdsim.kv.plan import Peers
-from pdsim.kv.rooms import Consensus, QuarantineStall
-from pdsim.serving.block_manager import BlockManager
-from pdsim.serving.cp_gather import ForwardGather
-from pdsim.serving.deployment import (
-    ROUTER,
-    Deployment,
     epoch_of,
     index_of,
     instance_of,
     leader,
     rank_name,
+    refusal,
 )
+from pdsim.kv.plan import Peers
+from pdsim.serving.block_manager import BlockManager, QuarantineStall
+from pdsim.serving.cp_gather import ForwardGather
+from pdsim.serving.deployment import Deployment
 from pdsim.serving.policies import scheduler_of
 from pdsim.serving.settings import HostCosts
 from pdsim.serving.steps import SchedulerHost

@@ -18,6 +18,7 @@ from mypy_extensions import mypyc_attr
 from simpy.events import Event
 
 from pdsim.kv.messages import (
+    ROUTER,
     Abort,
     Dropped,
     Finished,
@@ -29,8 +30,10 @@ from pdsim.kv.messages import (
     Stop,
     Submit,
     TransferDone,
+    instance_of,
+    leader,
 )
-from pdsim.serving.deployment import ROUTER, Deployment, instance_of, leader
+from pdsim.serving.deployment import Deployment
 from pdsim.serving.membership import Membership
 from pdsim.serving.policies import handoff_of
 from pdsim.serving.rank_process import RankProcess

@@ -108,7 +108,7 @@ class Network:
         """
         if not 0.0 <= size < inf:
             raise ValueError(f"size(={size}) must be >= 0 and finite")
-        if self.foreseen:
+        if self.foreseen.series:
             self.foreseen.interrupt(path, size)
         flow = Flow(path, size, done, tag)
         self._flows += 1

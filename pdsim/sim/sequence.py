@@ -295,11 +295,8 @@ class Foreseen:
     def __init__(self, network: Network) -> None:
         self._network = network
         self._by_link: dict[Link, dict[Series, None]] = {}
-        self._all: dict[Series, None] = {}
+        self.series: dict[Series, None] = {}
         self._guests: dict[Path, list[Series]] = {}  # paths whose one flow ends before it meets these series
-
-    def __bool__(self) -> bool:
-        return bool(self._all)
 
     def add(self, series: Series) -> bool:
         """Keep *series*, which starts now; return False, and cut what is in its way, if its times are unknown."""
@@ -319,7 +316,7 @@ class Foreseen:
             if not self._join(series, group):
                 self.cut(affected)
                 return False
-        self._all[series] = None
+        self.series[series] = None
         for link in path.live:
             self._by_link.setdefault(link, {})[series] = None
         return True
@@ -352,9 +349,9 @@ class Foreseen:
 
     def drop(self, series: Series, flows: int) -> None:
         """Forget *series*, of which *flows* have ended."""
-        if series not in self._all:
+        if series not in self.series:
             return
-        del self._all[series]
+        del self.series[series]
         for link in series.path.live:
             others = self._by_link[link]
             others.pop(series, None)
@@ -367,7 +364,7 @@ class Foreseen:
         """Return the bytes that series have carried over each link until now, which the paths do not count yet."""
         now = self._network.clock.now
         demand: dict[Link, float] = {}
-        for series in self._all:
+        for series in self.series:
             done = int(series.ends.searchsorted(now, side="right"))
             nbytes = sum(series.sizes[:done])
             if done < series.count and series.begins[done] < now:
@@ -399,8 +396,8 @@ class Foreseen:
     def cut(self, several: Iterable[Series] | None = None) -> None:
         """Cut *several* series, by default all, and those in a group with them."""
         now = self._network.clock.now
-        for series in list(self._all if several is None else several):
-            group = [member for member in series.group if member in self._all] if series in self._all else []
+        for series in list(self.series if several is None else several):
+            group = [member for member in series.group if member in self.series] if series in self.series else []
             for member in group:
                 self.drop(member, int(member.ends.searchsorted(now, side="right")))
             first = int(series.ends.searchsorted(now, side="right"))

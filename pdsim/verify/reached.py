@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from pdsim.kv import messages, push
-from pdsim.kv.rooms import Status
+from pdsim.kv.messages import Status
 from pdsim.serving.decode import DecodeRequest
 from pdsim.serving.prefill import PrefillRequest
 from pdsim.serving.rank_process import Room

@@ -18,8 +18,8 @@ from backends.jobs.spawn import spawn
 from experiments import serve
 from pdsim.config.compose import compose
 from pdsim.core.progress import silent
+from pdsim.kv.messages import ROUTER
 from pdsim.results.record import Result
-from pdsim.serving.deployment import ROUTER
 from tests.support.engines import make_target
 
 RANKS = [ROUTER, "prefill0.0", "decode0.0"]

@@ -10,7 +10,7 @@ import pytest
 
 from experiments.faults.causes import BACKLOG, GRACE, RECONNECTED, Causes, outages
 from experiments.faults.scenario import Scenario, draw
-from pdsim.serving.deployment import ROUTER
+from pdsim.kv.messages import ROUTER
 from pdsim.sim.faults import Faults, Silence, Slow, Squeeze
 from pdsim.transfer.job import Outcome, RankResult
 

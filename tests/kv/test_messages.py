@@ -1,9 +1,10 @@
-"""Messages have a type, a schema and a version; anything else is refused with both values."""
+"""Messages have a type, a schema and a version, or are refused; the status of a room, on a rank and of a group."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from hashlib import sha256
+from itertools import product
 
 import msgspec
 import pytest
@@ -16,12 +17,15 @@ from pdsim.kv.messages import (
     VERSION,
     Abort,
     Chunk,
+    Consensus,
     Destination,
     Forward,
     KvMessage,
     Ping,
+    Status,
     Submit,
     TransferDone,
+    advance,
     decode,
     encode,
 )
@@ -85,3 +89,27 @@ def damaged(draw: st.DrawFn) -> bytes:
 def test_any_bytes_are_a_message_or_a_message_error(payload: bytes):
     with suppress(MessageError):
         decode(payload)
+
+
+@pytest.mark.parametrize(("old", "new"), list(product(Status, Status)))
+def test_no_status_goes_back(old: Status, new: Status):
+    over = old in (Status.FAILED, Status.SUCCESS)
+    assert advance(old, new) is (old if over else Status.FAILED if new is Status.FAILED else max(old, new))
+
+
+def test_a_room_succeeds_when_every_rank_has_said_so_once():
+    room = Consensus(3)
+    assert [room.succeed(rank) for rank in (0, 2, 2, 0, 1)] == [False, False, False, False, True]
+    assert [room.succeed(0), room.fail(), room.settle(0), room.status] == [False, False, False, Status.SUCCESS]
+
+
+def test_one_failed_rank_fails_all_and_every_rank_settles():
+    room = Consensus(2)
+    assert [room.settle(0), room.succeed(0), room.fail(), room.fail()] == [False, False, True, False]
+    assert [room.succeed(1), room.status] == [False, Status.FAILED]
+    assert [room.settle(rank) for rank in (0, 0, 1, 1)] == [False, False, True, False]
+
+
+def test_a_rank_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="rank 2 is not one of 2"):
+        Consensus(2).succeed(2)

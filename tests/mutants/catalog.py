@@ -26,19 +26,17 @@ from pdsim.core.errors import TransferError, TransferFailed, TransferTimeout
 from pdsim.hardware.machine import Interconnect
 from pdsim.kv import contents, layout, messages, pages, push
 from pdsim.kv.layout import HeadSlice
-from pdsim.kv.messages import TransferDone, encode
+from pdsim.kv.messages import Status, TransferDone, encode, epoch_of, index_of, instance_of
 from pdsim.kv.pages import cut
 from pdsim.kv.plan import Peers
 from pdsim.kv.policy import Policy
 from pdsim.kv.pull import KvReader
 from pdsim.kv.push import GatherBuffers, KvSender, Queues
 from pdsim.kv.receiver import KvReceiver, Ring, StagingReceiver
-from pdsim.kv.rooms import Status
 from pdsim.models.llm import Side
 from pdsim.serving import block_manager, prefill, router
 from pdsim.serving.block_manager import DecodePages
 from pdsim.serving.decode import DecodeScheduler, Preemption
-from pdsim.serving.deployment import epoch_of, index_of, instance_of
 from pdsim.serving.handoff.pull import PullPrefillLeader
 from pdsim.serving.handoff.push import PushDecode, PushDecodeLeader
 from pdsim.serving.membership import Membership

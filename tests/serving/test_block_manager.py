@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from pdsim.core.clock import Clock
 from pdsim.kv.pages import PagePool, StatePool
-from pdsim.serving.block_manager import BlockManager, PrefixCache, hit_share
+from pdsim.serving.block_manager import BlockManager, PrefixCache, QuarantineStall, hit_share
 from pdsim.serving.settings import Workload
 from pdsim.serving.workload import Request, load
 from tests.kv.test_layout import HYBRID
@@ -73,3 +74,24 @@ def test_a_request_without_rows_of_state_gives_its_pages_back():
     assert blocks.report()["used_pages"] == 3
     blocks.release(1)
     assert blocks.report()["free_pages"] == 8
+
+
+def test_a_blocked_queue_gives_up_all_at_once():
+    clock, woken = Clock(), []
+    blocked = QuarantineStall(clock, 2.0, lambda: woken.append(clock.now))
+    assert [blocked.waiting, blocked.too_long()] == [False, False]
+    clock.run(until=1.0)
+    assert [blocked.waiting, blocked.too_long()] == [True, False]
+    clock.run()
+    assert [woken, blocked.too_long(), blocked.too_long(), blocked.waiting] == [[2.0], True, True, False]
+
+
+def test_a_queue_that_moves_has_its_time_again():
+    clock = Clock()
+    blocked = QuarantineStall(clock, 2.0, lambda: None)
+    blocked.too_long()
+    clock.run(until=1.5)
+    blocked.clear()
+    assert not blocked.too_long()
+    clock.run(until=2.5)
+    assert not blocked.too_long()

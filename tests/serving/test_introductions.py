@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from pdsim.kv.messages import ConnectPeer, RegisterPool
+from pdsim.kv.messages import ConnectPeer, RegisterPool, incarnation_name, instance_of
 from pdsim.kv.plan import Peers
 from pdsim.kv.policy import Policy
 from pdsim.kv.receiver import KvReceiver
 from pdsim.models.llm import Side
-from pdsim.serving.deployment import incarnation_name, instance_of
 from pdsim.serving.handoff.push import PushDecode
 from pdsim.serving.rank_process import RankProcess
 from pdsim.serving.workload import Request

@@ -17,7 +17,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from pdsim.core.clock import ExpiringMap, Timers
 from pdsim.kv.messages import (
+    OVER,
+    ROUTER,
     Abort,
     Arrival,
     Destination,
@@ -27,12 +30,12 @@ from pdsim.kv.messages import (
     Renew,
     Submit,
     TransferDone,
+    index_of,
+    leader,
 )
 from pdsim.kv.pages import Pages, after
 from pdsim.kv.pull import KvReader, KvSource, first
-from pdsim.kv.rooms import OVER, ExpiringMap, Timers
 from pdsim.serving.decode import DecodeLeader, DecodeMover, DecodeRequest, DecodeScheduler
-from pdsim.serving.deployment import ROUTER, index_of, leader
 from pdsim.serving.prefill import PrefillLeader, PrefillMover, PrefillRequest, PrefillScheduler
 from pdsim.serving.rank_process import EngineRank, PeerConnector, PeerFence
 

@@ -21,8 +21,10 @@ from typing import Any, ClassVar
 
 from msgspec.structs import replace
 
-from pdsim.core.clock import Clock
+from pdsim.core.clock import Clock, ExpiringMap, Timers
 from pdsim.kv.messages import (
+    OVER,
+    ROUTER,
     Abort,
     Arrival,
     Chunk,
@@ -36,13 +38,14 @@ from pdsim.kv.messages import (
     StagingRequest,
     Submit,
     TransferDone,
+    index_of,
+    instance_of,
+    leader,
 )
 from pdsim.kv.pages import Pages, SlotPool
 from pdsim.kv.push import KvSender
 from pdsim.kv.receiver import KvReceiver
-from pdsim.kv.rooms import OVER, ExpiringMap, Timers
 from pdsim.serving.decode import DecodeLeader, DecodeMover, DecodeRequest, DecodeScheduler
-from pdsim.serving.deployment import ROUTER, index_of, instance_of, leader
 from pdsim.serving.prefill import PrefillLeader, PrefillMover, PrefillRequest, PrefillScheduler
 from pdsim.serving.rank_process import EngineRank, PeerConnector, PeerFence
 
