@@ -401,9 +401,9 @@ def brief_lines(run: Mapping[str, Any], folder: Path, *, page: bool = False) -> 
         yield f"... and {len(failures) - 3} more: -v"
     if sources:
         hw = schema.read_nested(folder / "config.yaml").get("hw") or {}
-        yield _evidence(sources, most, hw.get("nodes") != 1)
+        yield _evidence(sources, most, hw.get("nodes") != 1, "more below" if page else "more: -v")
     if warnings := [note for note in run["notes"] if note.startswith("warning: ")]:
-        yield warnings[0] + (f" (and {len(warnings) - 1} more: -v)" if len(warnings) > 1 else "")
+        yield warnings[0] + (f" (and {len(warnings) - 1} more: -v)" if len(warnings) > 1 and not page else "")
     yield from (note for note in run["notes"] if " has no effect on " in note)  # what was typed in vain
     if not page:
         yield from (f"results: {folder}", "next:")
@@ -508,7 +508,7 @@ def _measured(run: Mapping[str, Any]) -> Iterator[str]:
         yield f"... and {left} more: -v"
 
 
-def _evidence(sources: Mapping[str, str], most: str, several: bool) -> str:
+def _evidence(sources: Mapping[str, str], most: str, several: bool, where: str) -> str:
     # The parameter that is named is one that the phase which took *most* time depends on, if any, and of those one
     # that was measured elsewhere: it says the most. Between *several* nodes other costs decide than within one.
     kind, keys = list(evidence.kinds(sources).items())[-1]
@@ -519,7 +519,7 @@ def _evidence(sources: Mapping[str, str], most: str, several: bool) -> str:
     text = sources[key].partition(":")[2].strip()
     text = text.partition(": ")[0] if text.startswith("measured o") else text  # on what, and not by whom
     short = text if len(text) <= _LONGEST else f"{text[:_LONGEST].rstrip()}..."
-    more = f"; {len(keys) - 1} more: -v" if len(keys) > 1 else ""
+    more = f"; {len(keys) - 1} {where}" if len(keys) > 1 else ""
     are = "are" if key.endswith("s") and "." not in key else "is"
     trust = _TRUST[kind]
     if sources.get("transfers", "").startswith("measured") and kind != "measured":

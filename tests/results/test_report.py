@@ -104,7 +104,10 @@ def test_a_run_that_served_says_what_matters_in_a_dozen_lines(config):
         f"  pdsim explain {folder}",
         "  pdsim sweep --config-dir=mine hw=toy seed=0,1,2",
     ]
-    assert run_report.content(folder).provenance["command"] == "pdsim run --config-dir=mine hw=toy seed=3"
+    page = run_report.content(folder)
+    assert page.provenance["command"] == "pdsim run --config-dir=mine hw=toy seed=3"
+    assert "warning: a" in page.warnings
+    assert not any("-v" in line for line in (*page.warnings, *page.lines))
 
 
 @pytest.mark.parametrize(
