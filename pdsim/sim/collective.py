@@ -38,48 +38,41 @@ if TYPE_CHECKING:
     from pdsim.transfer import Buffer, Recorder
 
 
-class SimGroups:
-    """All groups of a job, whose collectives are those of *library*, by the names of their ranks in order."""
+def join(
+    shared: dict[tuple[str, ...], SharedGroup],
+    fabric: Fabric,
+    library: Collective,
+    names: tuple[str, ...],
+    rank: tuple[RankClock, SimDevice, Recorder],
+) -> SimGroup:
+    """Return the membership of *rank* in the group of *names*, whose collectives are those of *library*.
 
-    def __init__(self, fabric: Fabric, library: Collective) -> None:
-        self.fabric = fabric
-        self.library = library
-        self._cores: dict[tuple[str, ...], _Core] = {}
-
-    def group(self, names: tuple[str, ...], clock: RankClock, device: SimDevice, recorder: Recorder) -> SimGroup:
-        """Return the membership of the rank whose clock, device and recorder these are.
-
-        Raise a `ConfigError` if the machine has no way between two of the ranks for this library.
-        """
-        core = self._cores.get(names)
-        member = None if core is None else core.members.get(clock.name)
-        again = member is not None and member.clock is not clock  # a rank that was started again has another clock
-        if core is None or (again and core.left is not None):
-            core = self._cores[names] = _Core(self, names)
-        if member is None or again:
-            member = core.members[clock.name] = SimGroup(core, clock, device, recorder)
-        return member
-
-    def end(self, name: str) -> None:
-        """Break every group of which *name* is a member, as the end of its process does."""
-        for names, core in self._cores.items():
-            if name in names:
-                core.leave(name)
+    *shared* keeps what the members of each group of the job share, by their names in order.  Raise a `ConfigError`
+    if the machine has no way between two of the ranks for this library.
+    """
+    group, clock = shared.get(names), rank[0]
+    member = None if group is None else group.members.get(clock.name)
+    again = member is not None and member.clock is not clock  # a rank that was started again has another clock
+    if group is None or (again and group.left is not None):
+        group = shared[names] = SharedGroup(fabric, library, names)
+    if member is None or again:
+        member = group.members[clock.name] = SimGroup(group, *rank)
+    return member
 
 
 class SimGroup:
     """One rank's membership: the simulated `pdsim.transfer.group.Group`."""
 
-    def __init__(self, core: _Core, clock: RankClock, device: SimDevice, recorder: Recorder) -> None:
-        self.names = core.names
-        self.index = core.names.index(clock.name)
+    def __init__(self, group: SharedGroup, clock: RankClock, device: SimDevice, recorder: Recorder) -> None:
+        self.names = group.names
+        self.index = group.names.index(clock.name)
         self.clock = clock
         self.device = device
         self.recorder = recorder
         self.calls = 0  # that this rank has made
         self.growths = 0
         self.growth_seconds = 0.0
-        self._core = core
+        self._group = group
 
     @property
     def reserved(self) -> int:
@@ -113,15 +106,15 @@ class SimGroup:
 
     def close(self) -> None:
         """Leave the group, which breaks it: the calls of all others fail with `PeerLost` when they notice."""
-        self._core.leave(self.clock.name)
+        self._group.leave(self.clock.name)
 
     def _call(self, size: int, timeout: float | None, label: str, buffers: list[SimBuffer], times: int) -> Event:
-        timeout = times * self._core.library.timeout if timeout is None else timeout
+        timeout = times * self._group.library.timeout if timeout is None else timeout
         if not timeout > 0:
             raise ValueError(f"timeout={timeout} must be > 0")
         event = self.clock.event()
         event.defused = True  # a rank may leave while its call is under way
-        self._core.call(_Request(self, size, event, self.clock.now, timeout, label, buffers, times))
+        self._group.call(_Request(self, size, event, self.clock.now, timeout, label, buffers, times))
         return event
 
 
@@ -169,17 +162,17 @@ class _Call:
         return next(iter(self.requests.values()))
 
 
-class _Core:
+class SharedGroup:
     """What the members of a group share."""
 
-    def __init__(self, groups: SimGroups, names: tuple[str, ...]) -> None:
+    def __init__(self, fabric: Fabric, library: Collective, names: tuple[str, ...]) -> None:
         self.names = names
-        self.library = groups.library
+        self.library = library
         self.members: dict[str, SimGroup] = {}
         self.left: tuple[str, float] | None = None  # who broke the group, and when
         self._name = "+".join(names)
-        self._fabric = groups.fabric
-        self._clock = groups.fabric.clock
+        self._fabric = fabric
+        self._clock = fabric.clock
         self._calls: dict[int, _Call] = {}  # that are not over, by number
         self._turn = 0  # the number of the call that is served now, or next
         self._ended = -1.0  # when the call before was over

@@ -17,7 +17,7 @@ from simpy.core import EmptySchedule
 
 from pdsim.core.errors import ConfigError
 from pdsim.hardware.costs import Jitter
-from pdsim.sim.collective import SimGroups
+from pdsim.sim.collective import SharedGroup, join
 from pdsim.sim.endpoint import SimEndpoint
 from pdsim.sim.faults import Chance, Draws, Faults, Observer
 from pdsim.sim.hosts import HostLatency, JobClock, RankClock, SimChannel
@@ -145,7 +145,7 @@ class _ModelJob:
         self._sampling = Sampling(self._clock, self._network, model.samples) if sampled else None
         shared = self._clock, self._network, self._topology, model.engine, self._chance, model.observer
         self._fabric = Fabric(*shared, draws, crowded)
-        self._groups = SimGroups(self._fabric, model.collective) if model.collective is not None else None
+        self._groups: dict[tuple[str, ...], SharedGroup] = {}
         self._channels: dict[str, SimChannel] = {}
         self._memories: dict[str, DeviceMemory] = {}
         self._ranks: dict[str, Any] = {}  # by name: the `Rank` of the last incarnation, all of whose parts are ours
@@ -240,7 +240,7 @@ class _ModelJob:
             self._model.progress(self._clock.now, read(), of)
 
     def _start(self, name: str) -> None:
-        (spec, function), groups, model = self._specs[name], self._groups, self._model
+        (spec, function), model = self._specs[name], self._model
         clock = RankClock(self._clock, name)
         site = self._topology.site(spec.place)
         host, observer = model.machine.host, model.observer
@@ -259,8 +259,9 @@ class _ModelJob:
         names = tuple(self._specs)
         peers = names[: (place := names.index(name))] + names[place + 1 :]
         rank = Rank(name, clock, device, endpoint, channel, records, peers)
-        if groups is not None:
-            rank.groups = lambda names: groups.group(names, clock, device, records)
+        if (library := model.collective) is not None:
+            own = clock, device, records
+            rank.groups = lambda names: join(self._groups, self._fabric, library, names, own)
         self._ranks[name] = self._live[name] = rank
         process = clock.process(_main(function, rank, _plain(dict(spec.arguments))))
         process.callbacks.append(lambda event: self._on_end(name, event))
@@ -310,8 +311,9 @@ class _ModelJob:
         else:
             rank.endpoint.close()
         rank.device.close()
-        if self._groups is not None:
-            self._groups.end(name)
+        for members, group in self._groups.items():
+            if name in members:
+                group.leave(name)
         before, transfers = self._results.get(name), rank.recorder.transfers
         if before is not None:
             transfers = joined([before.transfers, transfers])
