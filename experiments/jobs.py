@@ -12,8 +12,6 @@ from pdsim.results.record import Metric, Result, Table, percentile
 from pdsim.transfer import TransferRecord
 from pdsim.transfer.job import Outcome, RankResult, RankSpec, Target
 
-__all__ = ["Columns", "attempt", "combined", "ended_by", "microseconds", "refuse", "tabulated", "unverified"]
-
 Row = TypeVar("Row")
 Columns = Mapping[str, tuple[str, Callable[[Row], Any]]]
 """Definition and value of each heading."""

@@ -28,20 +28,6 @@ from pdsim.core.progress import ShowProgress
 from pdsim.results.record import Metric, Result, Table
 from pdsim.serving.requests import RequestTable
 
-__all__ = [
-    "METRICS",
-    "SEEN",
-    "TAILS",
-    "TARGETS",
-    "ScorecardOptions",
-    "Server",
-    "closed_loop",
-    "medians",
-    "predicted",
-    "run",
-    "servers",
-]
-
 TARGETS = ("model",)
 SEEN = ("h200", "b200", "mi300x", "mi355x")
 """GPUs whose rows were looked at while the model was made."""

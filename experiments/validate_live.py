@@ -29,8 +29,6 @@ from pdsim.validation.verdicts import Bound, by_class, failures, points, tables
 if TYPE_CHECKING:
     from backends.live.live_deployment import LiveDeployment, Served
 
-__all__ = ["KEEPS_FILES", "TARGETS", "ValidateLiveOptions", "partial", "run"]
-
 TARGETS = ("model", "live")
 """Where the experiment can run; on the model it predicts, or compares what is stored."""
 KEEPS_FILES = True

@@ -7,8 +7,6 @@ import sys
 
 from pdsim.cli.process import beginning, ended
 
-__all__ = ["main"]
-
 
 def main() -> int:
     """Run the command line of this process and return the exit status; Ctrl-C is one line at any time."""

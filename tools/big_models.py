@@ -31,8 +31,6 @@ from pdsim.config.compose import compose
 from pdsim.core.repository import data
 from pdsim.models.llm import Side
 
-__all__ = ["CASES", "CAUSES", "Case", "main", "rows"]
-
 
 class Case(NamedTuple):
     """A published throughput: *requests* a GPU, each with *context* tokens before the *new* ones of an iteration."""

@@ -17,8 +17,6 @@ from typing import Any
 
 from tools.tables import markdown
 
-__all__ = ["table"]
-
 STORED = Path(__file__).resolve().parent.parent / "data" / "benchmarks" / "faults_model"
 
 

@@ -22,8 +22,6 @@ from pdsim.core.units import format_size
 from tools.faults_trial import CHECKS, KINDS, JobReport, Plan, attempt, draw
 from tools.tables import markdown
 
-__all__ = ["COLUMNS", "NUMBERS", "STORED", "main", "read", "run", "table"]
-
 STORED = Path(__file__).resolve().parent.parent / "data" / "benchmarks" / "faults_real.csv"
 NUMBERS = ("ok", "failed", "nbytes", "probes", "quarantined", "suspected", "engine")
 _JOB = ("seed", "engine_name", "handoff", "link", "prefill", "decode")

@@ -22,8 +22,6 @@ from pdsim.kv.messages import ROUTER, instance_of
 from pdsim.serving.workload import Request
 from pdsim.transfer.job import Outcome, RankResult, RankSpec
 
-__all__ = ["CHECKS", "KINDS", "PAGE", "Check", "JobReport", "Plan", "attempt", "draw", "job"]
-
 CHECKS = ("violations", "bytes_lost", "leaks", "hangs", "crashes", "leftovers")
 """Counts that must be 0; see `attempt`."""
 

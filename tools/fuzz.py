@@ -26,8 +26,6 @@ from typing import Any, TextIO
 from pdsim.core.errors import ConfigError, MessageError
 from pdsim.results.record import Table
 
-__all__ = ["FAMILIES", "SHARES", "Bench", "main", "one"]
-
 SLOW = 5.0
 """Seconds of processor time that reading one small input may take."""
 

@@ -21,8 +21,6 @@ from pdsim.results.record import Table
 from pdsim.results.terminal import show_table
 from tools import collective_fit, handoff_fit, option_fit
 
-__all__ = ["WHAT", "bare", "published", "refit"]
-
 
 def refit(words: Sequence[str]) -> int:
     """Fit again what the first of *words* names, one of `WHAT`, print the result and return the exit status.

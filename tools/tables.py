@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["comments", "markdown", "rows"]
-
 
 def rows(path: Path) -> list[dict[str, str]]:
     """Return the rows of *path* as text by column, as `csv.DictReader` does; what is missing is empty."""

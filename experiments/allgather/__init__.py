@@ -24,8 +24,6 @@ from pdsim.transfer import TransferRecord
 from pdsim.transfer.group import SYMMETRIC
 from pdsim.transfer.job import Outcome, Place, RankSpec, Target
 
-__all__ = ["AllgatherOptions", "check", "run"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class AllgatherOptions(ExperimentOptions):

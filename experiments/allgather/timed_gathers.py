@@ -18,8 +18,6 @@ from pdsim.transfer import Buffer, Program, Region
 from pdsim.transfer.group import Group
 from pdsim.transfer.job import Rank
 
-__all__ = ["measure"]
-
 
 def measure(
     rank: Rank,

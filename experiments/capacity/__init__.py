@@ -26,9 +26,6 @@ from pdsim.results.record import Metric, Result, Table, pareto
 from pdsim.serving.workload import Request, draw
 from pdsim.transfer.job import Target
 
-__all__ = ["TARGETS", "CapacityOptions", "run"]
-
-
 TARGETS = ("model",)
 """Where the experiment can run."""
 

@@ -24,8 +24,6 @@ from pdsim.serving.deployment import Deployment
 from pdsim.serving.load import offered_load, scaled
 from pdsim.serving.workload import Request
 
-__all__ = ["Capacity", "Probe", "Shape", "bisect", "capacity", "configured", "feasible"]
-
 LEAST = 0.01
 """The lowest load that is probed: an SLO that fails there is missed by single requests."""
 

@@ -23,8 +23,6 @@ from pdsim.results.record import Metric, Result, Table
 from pdsim.serving.settings import ServingEngine
 from pdsim.transfer.job import Target
 
-__all__ = ["TARGETS", "CompareEnginesOptions", "TransferEngine", "run"]
-
 TARGETS = ("model",)
 """Where the experiment can run."""
 

@@ -26,8 +26,6 @@ from pdsim.results.record import Metric, Result, Table
 from pdsim.transfer.job import Target
 from pdsim.verify.reached import DIAGRAMS, MESSAGES
 
-__all__ = ["APART", "FaultsOptions", "run"]
-
 APART = 1_000_000
 """Scenarios from those of one seed of a run to those of the next."""
 

@@ -21,8 +21,6 @@ from pdsim.serving.workload import Request
 from pdsim.sim.faults import Faults, Pause, Silence
 from pdsim.transfer.job import Outcome, RankSpec
 
-__all__ = ["Causes", "Scenario", "outages"]
-
 RECONNECTED = 2.0
 """Seconds from the start of the last rank of an instance until its peers must be connected to it: they wait for the
 proof that nothing of the incarnation before moves (0.1 s on the model), and for messages that are held up."""

@@ -18,8 +18,6 @@ from pdsim.serving.router import RoutedRequest, Router
 from pdsim.transfer import Program
 from pdsim.transfer.job import Rank
 
-__all__ = ["LINGER", "decode", "router"]
-
 LINGER = 5.0
 """Seconds without a request before the probes, and before the ranks are stopped: what is left then is left for
 good."""

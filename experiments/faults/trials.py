@@ -19,8 +19,6 @@ from experiments.faults.scenario import KINDS, Tried, attempt, draw
 from pdsim.core.errors import ConfigError
 from pdsim.verify.invariants import Violation
 
-__all__ = ["CRASH", "CampaignParts", "FaultTrial", "code", "shrunk", "tries"]
-
 CRASH = "crash"
 """Stands for an invariant where a scenario did not run to its end."""
 

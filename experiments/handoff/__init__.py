@@ -28,8 +28,6 @@ from pdsim.serving.workload import Request
 from pdsim.transfer import TransferRecord
 from pdsim.transfer.job import Outcome, Place, RankSpec, Target
 
-__all__ = ["HandoffOptions", "Way", "check", "run", "sides"]
-
 PATHS = ("sliced", "staged")
 METADATA: dict[str, dict[str, str]] = {
     "policy": {},

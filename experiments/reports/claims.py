@@ -22,8 +22,6 @@ from pdsim.results.record import Metric, Result, Table
 from pdsim.serving.settings import Workload
 from pdsim.transfer.job import Target
 
-__all__ = ["Claim", "PromptBurstOptions", "ReportRun", "burst", "effect_range"]
-
 TARGETS = ("model", "real")
 
 

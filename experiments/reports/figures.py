@@ -32,19 +32,6 @@ from pdsim.serving.settings import Kv, SchedulerLimits, ServingEngine, Workload
 from pdsim.sim.model import Model
 from pdsim.transfer.job import Target
 
-__all__ = [
-    "CLOSE",
-    "FIGURES",
-    "TARGETS",
-    "UNPREPARED",
-    "FigureRow",
-    "ReportFiguresOptions",
-    "keep",
-    "kept",
-    "run",
-    "simulated",
-]
-
 TARGETS = ("model",)
 """Where the experiment can run."""
 

@@ -20,8 +20,6 @@ from pdsim.models.llm import Parallel, Side
 from pdsim.results.record import Result
 from pdsim.transfer.job import Target
 
-__all__ = ["CLAIMS", "IntranodeMetadataOptions", "run"]
-
 HANDOFF = Claim("handoff", "a handoff takes less time", "us")
 TTFT = Claim("ttft", "the mean TTFT of prompts that arrive at once falls", "ms")
 REQUESTS = Claim("throughput", "more requests are done", "1/s", better="more")

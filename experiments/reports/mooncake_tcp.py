@@ -21,8 +21,6 @@ from pdsim.models.llm import Parallel, Side
 from pdsim.results.record import Result
 from pdsim.transfer.job import Target
 
-__all__ = ["CLAIMS", "MooncakeTcpOptions", "run"]
-
 SERVES = Claim("serves", "without RDMA: handoffs asked for, and those that succeeded over TCP", "handoffs", "same")
 BYTES = Claim("bytes", "no code of its own: the same bytes over either", "bytes", "same", 1.0001)
 CALLS = Claim("descriptors", "and the same descriptors", "descriptors", "same", 1.0001)

@@ -22,8 +22,6 @@ from pdsim.models.llm import Hybrid, Llm, Parallel, Side
 from pdsim.results.record import Result, Table
 from pdsim.transfer.job import Target
 
-__all__ = ["CLAIMS", "MoriStateOptions", "run"]
-
 THROUGHPUT = Claim("throughput", "inline posting serves about 10 % more at high concurrency", "tokens/s", "more")
 DRAIN = Claim("drain", "likewise where only handoffs take time", "tokens/s", "more")
 STARTS = Claim("starts", "the thread that posts begins forwards later", "s from arrival", "more")

@@ -23,8 +23,6 @@ from pdsim.models.llm import Llm, Parallel, Side
 from pdsim.results.record import Result
 from pdsim.transfer.job import Target
 
-__all__ = ["CLAIMS", "NixlStagingOptions", "run"]
-
 HANDOFF = Claim("handoff", "a handoff between unlike TP takes less time when staged", "us")
 DESCRIPTORS = Claim(
     "descriptors", "it takes a thousandth of the descriptors (PR 19890)", "descriptors", bound=1000.0

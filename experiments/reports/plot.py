@@ -15,8 +15,6 @@ from experiments.reports.report_points import committed
 from pdsim.results import drawing
 from pdsim.results.report.figures import claims as claims_figure
 
-__all__ = ["FIGURES", "figure"]
-
 FIGURES = {
     "nixl_staging": (nixl_staging.HANDOFF, nixl_staging.TTFT),
     "intranode_metadata": (intranode_metadata.HANDOFF, intranode_metadata.TTFT),

@@ -22,8 +22,6 @@ import msgspec
 from pdsim.core.errors import ConfigError
 from pdsim.core.repository import data
 
-__all__ = ["ReportPoint", "committed", "keep", "loaded"]
-
 
 @dataclass(frozen=True)
 class ReportPoint:

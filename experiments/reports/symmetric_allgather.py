@@ -22,8 +22,6 @@ from pdsim.results.record import Result
 from pdsim.transfer.group import SYMMETRIC
 from pdsim.transfer.job import Target
 
-__all__ = ["CLAIMS", "SymmetricAllgatherOptions", "run"]
-
 EQUAL = Claim("equal", "an all-gather of equal pieces takes less time in symmetric memory", "us")
 PADDED = Claim("padded", "one of unequal sequences, padded, does too", "us")
 RESERVED = Claim("reserved", "the first of its size takes less if the pool was reserved than if it grows", "us")

@@ -36,20 +36,6 @@ from pdsim.sim.model import Model
 from pdsim.transfer.job import Outcome, Place, RankResult, RankSpec
 from pdsim.transfer.log import ArrayColumn, TransferLog, joined, rows
 
-__all__ = [
-    "SERVES",
-    "TARGETS",
-    "ServeOptions",
-    "check_contents",
-    "check_fits",
-    "job",
-    "observed",
-    "on_model",
-    "partial",
-    "run",
-    "specs",
-]
-
 TARGETS = ("model", "real", "live")
 """Where the experiment can run."""
 SERVES = True

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from backends.live.live_deployment import LiveDeployment, Served
     from backends.live.routes import RequestRow
 
-__all__ = ["journalled", "partial", "result", "run"]
-
 LATENCIES = {
     "ttft": "from arrival to the client having the first token",
     "tpot": "from the first token to the last, over output tokens - 1; requests of one token have none",

@@ -28,25 +28,6 @@ from pdsim.serving.settings import Slo, Workload
 from pdsim.transfer.job import Outcome
 from pdsim.transfer.log import ArrayColumn, RecordRun, joined, logs, rows
 
-__all__ = [
-    "cache_metrics",
-    "cached",
-    "failed",
-    "instances",
-    "load_metrics",
-    "metrics",
-    "notes",
-    "path_metrics",
-    "path_notes",
-    "paths",
-    "prefix_metrics",
-    "spread",
-    "tables",
-    "totals",
-    "values",
-    "with_status",
-]
-
 Columns = Mapping[str, Sequence[Any]]
 Floats = npt.NDArray[np.float64]
 

@@ -33,8 +33,6 @@ from pdsim.core.units import NotNegativeInt, PositiveInt, Seconds, Size
 from pdsim.results.record import Result
 from pdsim.transfer.job import Outcome, RankResult, RankSpec, Target
 
-__all__ = ["TransferOptions", "check", "run"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TransferOptions(ExperimentOptions):

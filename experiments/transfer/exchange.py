@@ -23,8 +23,6 @@ from pdsim.core.units import Seconds
 from pdsim.transfer import Batch, Buffer, Message, Peer, Program, Region, Transfer
 from pdsim.transfer.job import Rank
 
-__all__ = ["exchange"]
-
 Ints = npt.NDArray[np.int64]
 Post = Callable[..., Transfer]
 Waves = Sequence[Sequence[Post]]  # of a loop: what is posted together, one wave after the other

@@ -19,21 +19,6 @@ from pdsim.core.units import Size, format_size
 from pdsim.hardware.machine import Machine
 from pdsim.transfer.job import Place
 
-__all__ = [
-    "SCHEDULES",
-    "Flow",
-    "TransferPoint",
-    "flows",
-    "names",
-    "pattern",
-    "places",
-    "read",
-    "region_bytes",
-    "shortage",
-    "shuffled",
-    "write",
-]
-
 Flow = tuple[str, str]  # the rank that the bytes come from, the rank that they go to
 SCHEDULES = "one of free, rounds, serial, free-rotated, rounds-rotated, serial-rotated"
 """How an initiator with several flows goes on: each flow for itself; all together, waiting for the last of them;

@@ -17,8 +17,6 @@ from pdsim.core.units import format_size
 from pdsim.results.record import Metric, Table, distribution, mean, percentile
 from pdsim.transfer import TransferRecord
 
-__all__ = ["TransferRow", "metrics", "tables"]
-
 _STAGES = {
     "latency": ("submitted", "seen", "from the call until the poller sees the batch complete: prep + post + tx"),
     "prep": ("submitted", "prepared", "from the call to the descriptor lists built (nixlbench Prep)"),

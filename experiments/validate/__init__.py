@@ -37,8 +37,6 @@ from pdsim.validation.verdicts import (
     failures as beyond,
 )
 
-__all__ = ["KEEPS_FILES", "Bounds", "ValidateOptions", "bounds", "check", "run"]
-
 KEEPS_FILES = True
 """`run` takes the folder of the run, and writes files of its own there."""
 

@@ -21,8 +21,6 @@ from pdsim.core.units import NotNegativeInt, Size
 from pdsim.results.record import Result
 from pdsim.transfer.job import Target
 
-__all__ = ["CLASSES", "POINTS", "Design", "Parts", "jobs_of", "parts", "problems", "run_part"]
-
 Parts: TypeAlias = Sequence[ExperimentOptions]
 """Experiments of a design, in the order in which they are run."""
 

@@ -34,8 +34,6 @@ from pdsim.validation.intervals import predicted, variants
 from pdsim.validation.sealed import EXPECTED, MEASURED, keep, read, seal, values_in
 from pdsim.validation.verdicts import Value, mean
 
-__all__ = ["adopt", "check_same", "design_of", "expect", "measure", "take", "values"]
-
 TRANSFERS = "transfers.parquet"
 START = 2.0  # seconds that a job takes to start its processes, for the time that is left
 

@@ -46,18 +46,6 @@ from pdsim.core.units import NotNegative, NotNegativeInt, Positive, Rate, Second
 from pdsim.hardware.machine import Machine
 from pdsim.models.llm import Llm, Side
 
-__all__ = [
-    "Compute",
-    "ForwardModel",
-    "OperatorForward",
-    "captured",
-    "exchange",
-    "forward",
-    "forward_time",
-    "nodes_hit",
-    "peaks",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:

@@ -17,8 +17,6 @@ from typing import Annotated
 from pdsim.compute.tiles import WIDE, Work
 from pdsim.core.units import NotNegative, NotNegativeInt, Rate, Seconds
 
-__all__ = ["AllReduce", "Correction", "Kernels", "Peaks", "Roof", "shape_key"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Roof:

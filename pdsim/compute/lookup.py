@@ -20,8 +20,6 @@ from pdsim.compute.tables import Curve, Key, RangeWarning, Table
 from pdsim.core.errors import ConfigError
 from pdsim.models.llm import Llm
 
-__all__ = ["Lookup"]
-
 _FARTHEST = 2.5
 """Sum of the logarithms of ratios between an expert's shape and the nearest measured one, up to which it counts."""
 _EXPERTS = {

@@ -16,8 +16,6 @@ from pdsim.compute.shapes import four_bit_parameters
 from pdsim.kv.layout import KvShape, StateShape, Tensor
 from pdsim.models.llm import Llm, Side
 
-__all__ = ["HOST_FLOPS", "Exchange", "ForwardTime", "expert_parameters", "kv_shape", "weight_bytes"]
-
 HOST_FLOPS = 1e12
 """Assumed for a rank on a machine without GPUs, where compute is emulated anyway: `compute.scale` is the knob."""
 

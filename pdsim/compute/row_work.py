@@ -17,8 +17,6 @@ from pdsim.compute.tiles import (
     whole_sequences,
 )
 
-__all__ = ["Row", "merged", "operator_of", "work"]
-
 Row = Mapping[str, Any]
 
 

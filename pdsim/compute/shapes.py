@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 from pdsim.models.llm import Llm
 
-__all__ = ["ATTENTION", "LayerShape", "Product", "four_bit_parameters", "layer_shape", "product_dtype", "products"]
-
 ATTENTION = ("qkv", "qkv_down", "q_up", "kv_up", "out")
 """Products of attention."""
 

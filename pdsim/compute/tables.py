@@ -27,8 +27,6 @@ import numpy.typing as npt
 
 from pdsim.core.errors import ConfigError, RunWarning
 
-__all__ = ["FOLDER", "SUFFIX", "Curve", "Grid", "RangeWarning", "Table", "read"]
-
 SUFFIX = ".tables.xz"
 FOLDER = Path(__file__).resolve().parents[2] / "conf" / "compute"
 """Where the tables are that come with pdsim, beside the files that name them."""

@@ -16,20 +16,6 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-__all__ = [
-    "SORTED",
-    "SPLIT",
-    "WIDE",
-    "Work",
-    "causal_attention",
-    "decode_rows",
-    "grouped",
-    "product",
-    "tiles_of",
-    "turns",
-    "whole_sequences",
-]
-
 
 class Work(NamedTuple):
     """The *flops* of an operator, its bytes in memory, and the tiles of the multiprocessor that is done last.

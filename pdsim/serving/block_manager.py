@@ -14,8 +14,6 @@ from pdsim.kv.pages import page_pool as in_order
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.requests import HASHED, Request, RequestTable
 
-__all__ = ["BlockManager", "DecodePages", "PrefixCache", "hit_share", "page_keys", "page_pool"]
-
 
 def page_keys(blocks: Sequence[int], tokens: int, page_size: int) -> list[int]:
     """Return the hash of each full page of a prompt of *tokens*; *blocks* are the hashes of `HASHED` tokens each.

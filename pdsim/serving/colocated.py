@@ -29,8 +29,6 @@ from pdsim.serving.steps import GrowingMemory, Member, RunningBatch, SchedulerHo
 from pdsim.transfer import Program
 from pdsim.transfer.job import Place, Rank
 
-__all__ = ["ColocatedEngine", "ColocatedRequest", "instances", "program"]
-
 
 def instances(job: Deployment) -> tuple[str, ...]:
     """Return the names of the engines of *job*: as many as it has prefill instances."""

@@ -27,8 +27,6 @@ from pdsim.serving.deployment import Deployment, GatheredTensors, gathered_tenso
 from pdsim.transfer import Buffer, Program, Region
 from pdsim.transfer.job import Rank
 
-__all__ = ["LABEL", "ForwardGather"]
-
 LABEL = "forward"
 """Of the records of these gathers, among those of KV on its way to decode."""
 

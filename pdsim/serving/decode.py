@@ -29,16 +29,6 @@ from pdsim.serving.steps import GrowingMemory, RunningBatch
 from pdsim.transfer import Program
 from pdsim.transfer.job import Rank
 
-__all__ = [
-    "DecodeLeader",
-    "DecodeMover",
-    "DecodeRequest",
-    "DecodeScheduler",
-    "Preemption",
-    "decode_rank",
-    "program",
-]
-
 
 def program(rank: Rank, *, instance: str, index: int, job: Mapping[str, Any]) -> Program:
     """Run one rank of a decode instance until the router stops it."""

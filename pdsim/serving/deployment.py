@@ -25,16 +25,6 @@ from pdsim.models.llm import Llm, Parallel, Side
 from pdsim.serving.settings import Cache, Kv, SchedulerLimits, ServingEngine
 from pdsim.transfer.job import Place
 
-__all__ = [
-    "CpGather",
-    "Deployment",
-    "GatheredTensors",
-    "gathered_tensors",
-    "pages_per_rank",
-    "places",
-    "staging_problems",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class CpGather:

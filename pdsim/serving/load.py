@@ -22,8 +22,6 @@ from pdsim.serving.requests import Request, RequestTable, stream
 from pdsim.serving.settings import Workload
 from pdsim.serving.steps import iteration_seconds
 
-__all__ = ["WARNING", "OfferedLoad", "offered_load", "prefill_iterations", "scaled"]
-
 WARNING = 0.9
 """The offered load from which on a reader is warned: queues of random arrivals are long from here."""
 

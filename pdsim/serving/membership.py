@@ -29,8 +29,6 @@ from pdsim.serving.deployment import Deployment
 from pdsim.serving.policies import RoutingQuery, route, router_policy
 from pdsim.serving.rank_process import Handler, RankProcess
 
-__all__ = ["InstanceRegistry", "Membership"]
-
 KNOWN = 120.0
 """Seconds for which it is remembered where a room went (SGLang's entries live for 120 to 240)."""
 

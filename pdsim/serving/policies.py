@@ -19,28 +19,6 @@ from pdsim.serving.block_manager import PrefixCache
 from pdsim.serving.requests import Request, stream
 from pdsim.serving.settings import ServingEngine
 
-__all__ = [
-    "CacheAware",
-    "FirstCome",
-    "Handoff",
-    "HighestPriority",
-    "LeastGenerated",
-    "LeastTokens",
-    "PowerOfTwo",
-    "Prompt",
-    "RoundRobin",
-    "RouterPolicy",
-    "RoutingQuery",
-    "Running",
-    "Scheduler",
-    "TransferAware",
-    "handoff_of",
-    "route",
-    "router_policy",
-    "scheduler_of",
-    "step_pieces",
-]
-
 
 class Prompt(Protocol):
     """A request at a prefill scheduler."""

@@ -41,16 +41,6 @@ from pdsim.serving.steps import PostingHost, iteration_seconds
 from pdsim.transfer import Program
 from pdsim.transfer.job import Rank
 
-__all__ = [
-    "PrefillLeader",
-    "PrefillMover",
-    "PrefillRequest",
-    "PrefillScheduler",
-    "PrefillWorker",
-    "prefill_rank",
-    "program",
-]
-
 
 def program(rank: Rank, *, instance: str, index: int, job: Mapping[str, Any]) -> Program:
     """Run one rank of a prefill instance until the router stops it."""

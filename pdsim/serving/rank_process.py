@@ -60,19 +60,6 @@ from pdsim.transfer import Message as Envelope
 from pdsim.transfer import Notification, Program
 from pdsim.transfer.job import Rank
 
-__all__ = [
-    "EngineRank",
-    "Handler",
-    "HandoffLeader",
-    "InstanceScheduler",
-    "LinkTraffic",
-    "Mover",
-    "PeerConnector",
-    "PeerFence",
-    "RankProcess",
-    "Room",
-]
-
 Handler = Callable[[str, Any], object]
 """Called with the rank that sent a message, and the message."""
 

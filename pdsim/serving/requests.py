@@ -20,18 +20,6 @@ from pdsim.kv.messages import Finished
 from pdsim.transfer import Spill
 from pdsim.transfer.log import ArrayColumn, Compact
 
-__all__ = [
-    "HASHED",
-    "PHASES",
-    "STAMPS",
-    "Request",
-    "RequestLog",
-    "RequestTable",
-    "RowBlock",
-    "request_columns",
-    "stream",
-]
-
 Floats = npt.NDArray[np.float64]
 
 HASHED = 512

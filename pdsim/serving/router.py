@@ -43,8 +43,6 @@ from pdsim.serving.steps import SchedulerHost
 from pdsim.transfer import Program
 from pdsim.transfer.job import Rank
 
-__all__ = ["Arrivals", "RoutedRequest", "Router", "program"]
-
 
 @dataclass(slots=True)
 class RoutedRequest:

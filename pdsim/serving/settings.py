@@ -20,8 +20,6 @@ from pdsim.core.units import (
     Size,
 )
 
-__all__ = ["ELSEWHERE", "Cache", "HostCosts", "Kv", "Live", "SchedulerLimits", "ServingEngine", "Slo", "Workload"]
-
 ELSEWHERE = {
     "isl": "input_mean", "osl": "output_mean", "qps": "rate", "request_rate": "rate", "num_prompts": "count",
     "concurrency": "users", "max_concurrency": "users", "block_size": "page_size", "tensor_parallel_size": "tp",

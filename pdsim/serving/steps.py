@@ -28,18 +28,6 @@ from pdsim.serving.policies import Running, Scheduler
 from pdsim.serving.requests import stream
 from pdsim.serving.settings import HostCosts
 
-__all__ = [
-    "DecodeSpan",
-    "GrowingMemory",
-    "Member",
-    "PostingHost",
-    "RunningBatch",
-    "SchedulerHost",
-    "StepVariation",
-    "iteration_seconds",
-    "steps_that_fit",
-]
-
 BUSY = 0.25
 """Seconds for which a request keeps the host busy that has come to it (`ServingEngine.busy`)."""
 _DRAWS = 1024  # of steps, at a time

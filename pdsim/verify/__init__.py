@@ -10,8 +10,6 @@ from __future__ import annotations
 from pdsim.core import clock
 from pdsim.core.errors import ConfigError
 
-__all__ = ["refuse_compiled"]
-
 
 def refuse_compiled(what: str) -> None:
     """Raise a `ConfigError` that *what* needs pure Python, if this pdsim was compiled (`hatch_build.py`)."""

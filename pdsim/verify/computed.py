@@ -22,9 +22,6 @@ from pdsim.kv.pages import Pages, after
 from pdsim.serving.prefill import PrefillWorker
 from pdsim.serving.router import Router
 
-__all__ = ["ComputedChecker", "window_differs"]
-
-
 PROMPTS = 0xF000
 """The first number of shared prompts, above those of rooms."""
 

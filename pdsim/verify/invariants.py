@@ -43,8 +43,6 @@ from pdsim.verify.leaks import LeakChecker
 from pdsim.verify.ownership import OwnershipChecker
 from pdsim.verify.reached import Rooms
 
-__all__ = ["INVARIANTS", "InvariantChecker", "Violation"]
-
 INVARIANTS = {
     "I1": "A room ends once on each rank; a failed room never succeeds.",
     "I2": "On every decode rank a room holds exactly what prefill computed, on arrival and when decoding begins and "

@@ -21,9 +21,6 @@ from pdsim.transfer import Batch, TransferRecord
 from pdsim.transfer.job import Outcome
 from pdsim.verify import refuse_compiled
 
-__all__ = ["LAWS", "LawChecker", "broken"]
-
-
 LAWS = {
     "capacity": "No link carries more than its capacity; no pool lends more than it has.",
     "bytes": "What is read and lands is what was posted, and no more; a transfer that succeeds has landed.",

@@ -19,8 +19,6 @@ from typing import Any
 
 from pdsim.serving.router import Router
 
-__all__ = ["LeakChecker"]
-
 _NOT_STATE = frozenset(
     {"rank", "job", "clock", "handlers", "layout", "requests", "log", "fallbacks", "_over"}
     | {"host", "posts", "_variation", "hits", "host_hits"}

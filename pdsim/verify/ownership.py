@@ -23,8 +23,6 @@ from pdsim.serving.router import Router
 from pdsim.transfer import Batch
 from pdsim.verify.computed import ComputedChecker
 
-__all__ = ["OwnershipChecker"]
-
 _AUX_ENDS = np.cumsum(np.array(AUX_ROWS, np.int64))
 """Of the metadata buffers, for each slot that they have."""
 

@@ -18,8 +18,6 @@ from pdsim.serving.decode import DecodeRequest
 from pdsim.serving.prefill import PrefillRequest
 from pdsim.serving.rank_process import Room
 
-__all__ = ["DIAGRAMS", "MESSAGES", "Rooms", "counted"]
-
 DIAGRAMS = {
     "prefill": "waiting>queued queued>running running>over running>kept kept>over kept>revoked revoked>over "
     "waiting>failed queued>failed running>failed failed>over",

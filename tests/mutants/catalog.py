@@ -50,8 +50,6 @@ from pdsim.transfer import Transfer
 Change = tuple[Any, str, Any]
 """Owner, attribute, and what it becomes; a function with a parameter *original* is given what was there first."""
 
-__all__ = ["BY_TEST", "IMPOSSIBLE", "LIMIT", "MUTANTS", "Caught", "Mutant"]
-
 REQUESTS = 50
 """Of each scenario."""
 

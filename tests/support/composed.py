@@ -7,8 +7,6 @@ from functools import cache
 from pdsim.config import Config, load
 from pdsim.config.compose import CommandLine, initialized, plain
 
-__all__ = ["composed"]
-
 
 @cache
 def composed(*words: str) -> Config:

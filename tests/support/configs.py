@@ -15,8 +15,6 @@ from pdsim.results.record import Metric, Result, Table
 from pdsim.transfer import TransferRecord
 from pdsim.transfer.job import Outcome, RankResult
 
-__all__ = ["EIGHT", "ENGINE", "LLM", "LOOPBACK", "MACHINE", "make_config", "make_result", "record"]
-
 MACHINE = Machine(
     name="toy",
     vendor="nvidia",

@@ -13,8 +13,6 @@ from typing import Any
 from pdsim.transfer import Program, Transfer
 from pdsim.transfer.job import Rank, RankSpec
 
-__all__ = ["KILLED", "dying", "program"]
-
 KILLED = "killed by signal 9"
 """What the outcome of such a rank says."""
 

@@ -23,26 +23,6 @@ from pdsim.transfer.job import Outcome, RankSpec
 from tests.support.configs import EIGHT, LLM, LOOPBACK, make_config
 from tests.support.engines import engine
 
-__all__ = [
-    "ASIDE",
-    "GENERATED",
-    "GQA",
-    "MLA",
-    "ONE",
-    "POOL",
-    "QUIET",
-    "Killing",
-    "Served",
-    "configured",
-    "on_loopback",
-    "quarantined",
-    "rows",
-    "serve",
-    "simulate",
-    "tabled",
-    "values",
-]
-
 ONE = Side(tp=1)
 ASIDE = Policy(queues=64, shard="room", metadata="batch")
 """Threads post beside the scheduler, a queue for each room, and metadata is in the last batch."""

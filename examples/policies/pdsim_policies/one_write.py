@@ -12,8 +12,6 @@ from pdsim.results.record import Metric, Result
 from pdsim.transfer import Batch, Program
 from pdsim.transfer.job import Place, Rank, RankSpec, Target
 
-__all__ = ["OneWriteOptions", "check", "program", "run"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class OneWriteOptions(ExperimentOptions):

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 
 from pdsim.serving.policies import FirstCome, Prompt
 
-__all__ = ["Pinned", "ShortestFirst"]
-
 
 class ShortestFirst(FirstCome):
     """Prefill the prompt with the fewest tokens left."""

@@ -25,8 +25,6 @@ from backends.base.transfers import Entry, PostedTransfer
 from backends.capabilities import Variant
 from pdsim.core.errors import BackendUnavailable, ConfigError, RegistrationError, TransferFailed
 
-__all__ = ["ExampleEndpoint"]
-
 MOST = 1024
 """Descriptors of one call: the kernel's ``UIO_MAXIOV``."""
 

@@ -39,8 +39,6 @@ from pdsim.serving.decode import DecodeLeader, DecodeMover, DecodeRequest, Decod
 from pdsim.serving.prefill import PrefillLeader, PrefillMover, PrefillRequest, PrefillScheduler
 from pdsim.serving.rank_process import EngineRank, PeerConnector, PeerFence
 
-__all__ = ["Pull"]
-
 
 class PullPrefill(PrefillMover):
     """Keeps what a prefill rank computes, and makes its pool known to the decode ranks that read from it.

@@ -49,8 +49,6 @@ from pdsim.serving.decode import DecodeLeader, DecodeMover, DecodeRequest, Decod
 from pdsim.serving.prefill import PrefillLeader, PrefillMover, PrefillRequest, PrefillScheduler
 from pdsim.serving.rank_process import EngineRank, PeerConnector, PeerFence
 
-__all__ = ["PATIENCE", "RETRY", "Push", "RoomLookup"]
-
 RETRY = 0.01
 """Seconds after which a room is asked for again that the service did not know.
 
