@@ -373,7 +373,9 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
         # have found those pages, as they were scheduled, they are computed all the same.
         if forward is None or self.job.cache.found == "scheduled":
             return forward
-        wanted = {number for number, room in self.rooms.items() if not room.failed}
+        asked = (*forward.chunks, *forward.cached)  # rather than all rooms, which wait by the thousand
+        rooms = ((chunk.room, self.rooms.get(chunk.room)) for chunk in asked)
+        wanted = {number for number, room in rooms if room is not None and not room.failed}
         kept = [number for number, chunk in enumerate(forward.chunks) if chunk.room in wanted]
         if len(kept) == len(forward.chunks):
             return forward
