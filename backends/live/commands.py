@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,32 @@ def launches(config: Config, engine: str, model: Path, release: str = "") -> lis
         environment |= live.environment
         servers.append(ServerLaunch(name, role, live.port + number, bootstrap, gpus, command, environment))
     return servers
+
+
+def router(config: Config, engine: str, servers: Sequence[ServerLaunch]) -> str:
+    """Return the command of the router, or vLLM's proxy, before *servers*; "" of a single server.
+
+    It listens on the port after theirs.  SGLang's router has policies of the same names but for ``least_tokens``,
+    of which its own default takes the place.
+    """
+    port, policy = servers[-1].port + 1, getattr(config.experiment, "router", "")
+    roles = {role: [each for each in servers if each.role == role] for role in ("prefill", "decode", "server")}
+    if len(servers) == 1 or (engine == "vllm" and roles["server"]):
+        return ""
+    if engine == "vllm":
+        words = ["python", "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"]  # in vLLM's repository
+        for role, name in (("prefill", "prefiller"), ("decode", "decoder")):
+            ports = [str(each.port) for each in roles[role]]
+            words += [f"--{name}-hosts", *[HOST] * len(ports), f"--{name}-ports", *ports]
+    else:
+        words = ["python", "-m", "sglang_router.launch_router"]
+        words += ["--worker-urls", *(each.url for each in servers)] if roles["server"] else ["--pd-disaggregation"]
+        for each in roles["prefill"]:
+            words += ["--prefill", each.url, str(each.bootstrap_port)]
+        for each in roles["decode"]:
+            words += ["--decode", each.url]
+        words += ["--policy", policy] if policy in ("round_robin", "power_of_two", "cache_aware") else []
+    return shlex.join([*words, "--host", HOST, "--port", str(port)])
 
 
 def _added(config: Config, role: str) -> tuple[str, ...]:

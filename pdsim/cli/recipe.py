@@ -88,7 +88,7 @@ def _yaml(words: Sequence[str]) -> str:
 
 
 def _commands(engine: str, folders: Sequence[str]) -> int:
-    from backends.live.commands import MODULES, launches, refusals
+    from backends.live.commands import MODULES, launches, refusals, router
     from pdsim.config import load
     from pdsim.results import schema
 
@@ -102,8 +102,11 @@ def _commands(engine: str, folders: Sequence[str]) -> int:
     model = Path(named[1] if named else config.model.name)
     if problems := list(refusals(config, engine)):
         raise ConfigError("\n".join(problems))
-    for server in launches(config, engine, model):
+    started = launches(config, engine, model)
+    for server in started:
         variables = [f"{name}={value}" for name, value in server.environment.items()]
         command = shlex.join([*variables, "python", *server.command[1:]])
         sys.stdout.write(f"# {server.name}\n{command.replace(' --load-format dummy', '')}\n")
+    if command := router(config, engine, started):
+        sys.stdout.write(f"# router\n{command}\n")
     return 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from backends.live import model_folder
-from backends.live.commands import gpus_needed, launches, refusals
+from backends.live.commands import gpus_needed, launches, refusals, router
 from backends.live.live_deployment import problems
 from pdsim.config.compose import compose
 
@@ -50,6 +50,38 @@ def test_every_server_sees_all_gpus_its_own_first():
 )
 def test_gpus_are_tp_times_pp_times_cp_of_each_instance(words, gpus):
     assert gpus_needed(compose([*PAIR, "engine=sglang", "backend=nixl", *words.split()])) == gpus
+
+
+@pytest.mark.parametrize(
+    ("engine", "words", "command"),
+    [
+        (
+            "sglang",
+            ("experiment.router=round_robin", "parallel.prefill.instances=2"),
+            "python -m sglang_router.launch_router --pd-disaggregation --prefill http://127.0.0.1:30100 31000 "
+            "--prefill http://127.0.0.1:30101 31001 --decode http://127.0.0.1:30102 --policy round_robin "
+            "--host 127.0.0.1 --port 30103",
+        ),
+        (
+            "sglang",
+            ("live.layout=colocated", "parallel.decode.instances=2"),
+            "python -m sglang_router.launch_router --worker-urls http://127.0.0.1:30100 http://127.0.0.1:30101 "
+            "--host 127.0.0.1 --port 30102",
+        ),
+        (
+            "vllm",
+            ("parallel.decode.instances=2",),
+            "python tests/v1/kv_connector/nixl_integration/toy_proxy_server.py --prefiller-hosts 127.0.0.1 "
+            "--prefiller-ports 30100 --decoder-hosts 127.0.0.1 127.0.0.1 --decoder-ports 30101 30102 "
+            "--host 127.0.0.1 --port 30103",
+        ),
+        ("sglang", ("live.layout=colocated",), ""),
+    ],
+    ids=["sglang pair", "sglang colocated", "vllm", "one server"],
+)
+def test_a_router_stands_before_several_servers(engine, words, command):
+    config = compose([*PAIR, f"engine={engine}", f"live.engine={engine}", "backend=nixl", *words])
+    assert router(config, engine, launches(config, engine, Path("m"))) == command
 
 
 def test_ports_of_all_servers_differ():
