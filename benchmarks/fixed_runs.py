@@ -200,9 +200,6 @@ RUNS = {
 }
 
 
-# --- fingerprints ------------------------------------------------------------------------------------------------
-
-
 def marks(folder: Path, only: Mapping[str, Sequence[str]] | None) -> Marks:
     """Return the fingerprint of each column of the results in *folder*; of a real run the values of *only* alone."""
     made: Marks = {}
@@ -262,9 +259,6 @@ def _leaves(data: Any, at: str = "") -> Columns:
     if not below or (isinstance(data, list) and not any(isinstance(each, dict | list) for each in data)):
         return {at: ("json", [data])}
     return {key: leaf for name, each in below for key, leaf in _leaves(each, f"{at}.{name}".lstrip(".")).items()}
-
-
-# --- commands ----------------------------------------------------------------------------------------------------
 
 
 def execute(name: str) -> Marks:

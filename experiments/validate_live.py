@@ -253,9 +253,6 @@ def _compared(config: Config, options: ValidateLiveOptions, folder: Path, failed
     )
 
 
-# --- parts ---------------------------------------------------------------------------------------------------------
-
-
 def single_requests(lengths: Sequence[int], output: int, repeat: int, context: int) -> dict[str, list[Request]]:
     """Return parts of *repeat* single requests of each of *lengths* that fits, and one before each as a warm-up."""
     singles: dict[str, list[Request]] = {}

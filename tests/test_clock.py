@@ -38,9 +38,6 @@ def ended(clock, log):
     return log
 
 
-# --- absolute times ------------------------------------------------------------------------------------------------
-
-
 def test_an_event_happens_at_its_time_and_not_a_rounding_off(clock):
     clock.run(until=0.2)
     assert clock.run(until=clock.at(0.9, "here")) == "here"
@@ -56,9 +53,6 @@ def test_the_past_is_refused_and_now_comes_in_order(clock, log):
     for name in "abc":
         clock.call_at(2.0, log.append, name)
     assert ended(clock, log) == ["a", "b", "c"]
-
-
-# --- alarms --------------------------------------------------------------------------------------------------------
 
 
 def test_an_alarm_may_be_armed_while_it_fires_but_not_twice(clock, log):
@@ -87,9 +81,6 @@ def test_an_alarm_with_the_last_priority_ends_its_instant(clock, log):
 
     clock.process(chain())
     assert ended(clock, log) == ["process", "alarm"]
-
-
-# --- fire ----------------------------------------------------------------------------------------------------------
 
 
 def test_firing_runs_the_callbacks_at_once_and_costs_no_event(clock, log):
@@ -131,9 +122,6 @@ def test_only_a_modelled_rank_s_clock_may_be_paused(kind, request, log):
         clock.defer(log.append, None)
     assert event.callbacks == [log.append]
     assert not log
-
-
-# --- mailboxes -----------------------------------------------------------------------------------------------------
 
 
 def collect(clock, mailbox, log):
@@ -210,9 +198,6 @@ class TestMailbox:
         assert len(mailbox._waiting) <= 2
         put(mailbox, "item")
         assert (len(mailbox), mailbox.drain(), len(mailbox)) == (1, ["item"], 0)
-
-
-# --- the wall clock ------------------------------------------------------------------------------------------------
 
 
 class Busy:

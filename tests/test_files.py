@@ -51,9 +51,6 @@ def copy(kept, tmp_path):
     return shutil.copytree(kept, tmp_path / "copy")
 
 
-# --- bounds --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["/dev/zero", "pipe"])
 def test_a_device_or_a_pipe_is_no_trace(tmp_path, name):
     os.mkfifo(tmp_path / "pipe")
@@ -165,8 +162,6 @@ def test_the_table_of_a_sweep_that_is_none(tmp_path, content):
         collect.show(tmp_path)
 
 
-# --- what is printed -----------------------------------------------------------------------------------------------
-
 HOSTILE = "\x1b[2J\x1b]0;title\x07\x9b31m\u202egnp.exe\u2066\r\x08"
 
 
@@ -183,9 +178,6 @@ def test_nothing_of_a_run_moves_the_cursor_or_turns_text(said, copy):
         assert re.findall(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]", text) == []
     (copy / "run.json").write_text(json.dumps(about | {"evidence": HOSTILE}))
     assert re.search("[\x1b\x9b\u202e]", said("show", copy)[1]) is None
-
-
-# --- a full disk ---------------------------------------------------------------------------------------------------
 
 
 def test_a_worker_ends_quietly_when_its_parent_has_given_up():

@@ -34,9 +34,6 @@ def test_sizes_of_the_staged_path_are_positive(changes):
         Staging(**({"ring": 1, "buffer": 1, "wait": 1.0} | changes))
 
 
-# --- mooncake over TCP ---------------------------------------------------------------------------------------------
-
-
 def test_the_alias_forces_tcp():
     assert composed("hw=loopback", "backend=mooncake_tcp").backend.options == {"MC_FORCE_TCP": "1"}
 
@@ -50,9 +47,6 @@ def test_an_exported_value_is_kept_with_a_note(monkeypatch, value, said):
     lines = rules.notes(config, ())
     assert len(lines) == said
     assert all("MC_FORCE_TCP=0 is kept" in line and "backend=mooncake is the one for RDMA" in line for line in lines)
-
-
-# --- prefixes on decode --------------------------------------------------------------------------------------------
 
 
 NVLINK = ["hw=8xh200", "backend=nvlink", "cache.decode=true"]

@@ -104,8 +104,6 @@ def test_a_journal_that_was_cut_short_has_its_whole_entries(tmp_path: Path):
     assert not list(entries(tmp_path / "none"))
 
 
-# --- requests -----------------------------------------------------------------------------------------------------
-
 REQUESTS = [
     Request(0.0, 5, 2),
     Request(0.5, 1024, 3, 2.5, (7, 8), -1, 1),

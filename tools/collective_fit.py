@@ -84,9 +84,6 @@ def points() -> list[GatherSample]:
     return every
 
 
-# --- fits ----------------------------------------------------------------------------------------------------------
-
-
 def seen(every: Sequence[GatherSample]) -> set[GatherSample]:
     """Return those of *every* that are fitted to.
 
@@ -123,9 +120,6 @@ def host_times(every: Sequence[GatherSample]) -> tuple[float, float]:
     paused = [point.seconds for point in kept if point.batch]
     grown = [point.seconds for point in kept if point.grown and point.size <= SMALL]
     return float(np.median(paused)), float(np.median(grown))
-
-
-# --- tables --------------------------------------------------------------------------------------------------------
 
 
 def tables() -> list[Table]:

@@ -42,9 +42,6 @@ FOREIGN = {"--save-detailed", "--tensor-parallel-size"}
 """Options of other programs that the help names."""
 
 
-# --- the list ----------------------------------------------------------------------------------------------------
-
-
 def verbs() -> Iterator[str]:
     """Yield the commands."""
     yield from (f"verb {verb}" for verb in usage.COMMANDS)
@@ -117,8 +114,6 @@ def compare(old: Path) -> int:
     print(f"{len(before)} names before, {len(now)} now, {len(gone)} gone")
     return len(gone)
 
-
-# --- what is run -------------------------------------------------------------------------------------------------
 
 SMOKE = "hw=8xh20 workload=smoke"
 COMMANDS = {

@@ -271,8 +271,6 @@ class Check:
             details=self._details,
         )
 
-    # --- what has a cause ------------------------------------------------------------------------------------------
-
     def _ended_by_engine(self, name: str, rank: RankResult) -> bool:
         reads = self._plan.engine == "nixl_tcp" and self._plan.handoff == "pull" and name.startswith("prefill")
         return reads and any(other[0] == "d" for other in self._plan.kill) and bool(_UCX.match(rank.error))
@@ -292,8 +290,6 @@ class Check:
     def _reached(self, names: Iterable[str], start: float = 0.0, end: float = inf) -> bool:
         spans = [*self._links, *(span for name in [ROUTER, *names] for span in self._spans[name])]
         return any(first <= end and start <= last for first, last in spans)
-
-    # --- checks ----------------------------------------------------------------------------------------------------
 
     def _note(self, check: str, text: str) -> None:
         self._counts[check] += 1

@@ -116,9 +116,6 @@ def refused_in_one_line(act: Callable[..., Any], *arguments: Any) -> None:
             raise AssertionError(f"an empty line in {error!r}") from error
 
 
-# --- families ------------------------------------------------------------------------------------------------------
-
-
 class Bench:
     """What families need that is made once: right inputs, and a folder to write into."""
 

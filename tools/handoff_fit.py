@@ -60,9 +60,6 @@ class CopySample(NamedTuple):
     seconds: float
 
 
-# --- samples ------------------------------------------------------------------------------------------------------
-
-
 def _requests(way: str) -> dict[tuple[str, str], dict[int, list[dict[str, str]]]]:
     # Keys are host and engine, then the number of the request; both are in ascending order.
     by_host: dict[tuple[str, str], dict[int, list[dict[str, str]]]] = {}
@@ -117,9 +114,6 @@ def is_fitted(host: str, engine: str) -> bool:
     return engine == FITTED[0] and host in FITTED[1]
 
 
-# --- copies --------------------------------------------------------------------------------------------------------
-
-
 def medians(of: Iterable[CopySample]) -> dict[Key, float]:
     """Return the median seconds by host, engine, kind and bytes."""
     groups: dict[Key, list[float]] = {}
@@ -170,9 +164,6 @@ def intervals(
         return [copies.call, copies.descriptor, copies.context_switch]
 
     return list(zip(*bootstrap(again, runs, seed=0), strict=True))
-
-
-# --- waking up -----------------------------------------------------------------------------------------------------
 
 
 def times() -> dict[tuple[str, str, str], float]:
@@ -232,9 +223,6 @@ def fit_idle_wake(ttft: Callable[[float], float], measured: Sequence[float]) -> 
     short, long = ttft(low), ttft(high)
     goal = len(measured) / sum(1 / seconds for seconds in measured)
     return low + (goal - short) * (high - low) / (long - short)
-
-
-# --- on the model --------------------------------------------------------------------------------------------------
 
 
 def handoff_config(backend: str) -> Config:

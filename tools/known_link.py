@@ -45,9 +45,6 @@ Rows = list[dict[str, str]]
 Pairs = list[tuple[Mapping[str, str], float]]
 
 
-# --- transfers -----------------------------------------------------------------------------------------------------
-
-
 def write(rank: Rank, points: Sequence[Point], taker: str) -> Program:
     """Write every one of *points* to *taker*."""
     region = rank.endpoint.register(rank.device.allocate(32 << 20), "all")
@@ -96,9 +93,6 @@ def _counted(point: Point, seconds: Sequence[float]) -> Sequence[float]:
 @cache
 def _modelled(backend: str, link: str) -> Config:
     return compose(["target=model", f"backend={backend}", "hw=link", *(f"hw.link.{word}" for word in link.split())])
-
-
-# --- the model -----------------------------------------------------------------------------------------------------
 
 
 def pairs(rows: Iterable[dict[str, str]], change: Callable[[Config], Config] = lambda config: config) -> Pairs:

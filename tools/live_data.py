@@ -53,9 +53,6 @@ REPEATS = {
 """Loads that were measured twice: minutes apart on the same servers, or on two hosts."""
 
 
-# --- files ---------------------------------------------------------------------------------------------------------
-
-
 def sealed(path: Path) -> dict[str, Any]:
     """Return the prediction in *path*, whose hash is that of its content."""
     return unseal(path.read_bytes(), str(path))
@@ -118,9 +115,6 @@ def blind() -> dict[str, tuple[Path, Path]]:
     return pairs
 
 
-# --- errors --------------------------------------------------------------------------------------------------------
-
-
 def errors(
     expected: Mapping[str, Any], measured: Mapping[str, Any], chosen: Sequence[str] = ()
 ) -> dict[str, list[tuple[str, float]]]:
@@ -161,9 +155,6 @@ def counts(by_metric: Mapping[str, Sequence[tuple[str, float]]], floor: Mapping[
     near = sum(error <= bound for error, bound, _ in all_of)
     within = sum(bound < error <= most for error, bound, most in all_of)
     return near, within, len(all_of) - near - within
-
-
-# --- commands ------------------------------------------------------------------------------------------------------
 
 
 def again(expected: Mapping[str, Any], folder: Path, hw: str = "2xh200") -> dict[str, Any]:

@@ -50,8 +50,6 @@ BUDGET = 30.0  # CPU seconds of tests a mutant, as measured under coverage
 HANG, WALL = 25, 300  # CPU seconds of a process, and seconds of a run, after which it hangs
 MEMORY = 8 << 30
 
-# --- which test runs which line ------------------------------------------------------------------------------------
-
 
 class Recorder:
     """A pytest plugin: a context of coverage for each test, and one for each fixture that several tests share."""
@@ -152,9 +150,6 @@ class Cover:
                 left -= self.seconds[test]
                 files[test.partition("::")[0]].append(test)
         return [test for tests in files.values() for test in tests]
-
-
-# --- trials --------------------------------------------------------------------------------------------------------
 
 
 def copied(folder: Path) -> None:
@@ -301,9 +296,6 @@ def again(earlier: list[Mutant], known: Cover, args: argparse.Namespace) -> None
                 taken.add(drawn.key)
                 new.append((drawn.mutant(), drawn))
     run(new, known, args.folder / "again_new.jsonl", args.workers, args.budget)
-
-
-# --- records -------------------------------------------------------------------------------------------------------
 
 
 def load(path: Path) -> list[Mutant]:

@@ -53,9 +53,6 @@ NAMES = [name[:-2].replace("_", " ").replace("ttft", "TTFT").replace("tpot", "TP
 COUNTED = (*NAMES, "within bound", "within repeats", "missed")
 
 
-# --- transfers -----------------------------------------------------------------------------------------------------
-
-
 def _both(folder: Path) -> list[Compared]:
     expected, measured = read(folder / EXPECTED)["expected"], read(folder / MEASURED)["measured"]
     return compare([Value(**row) for row in expected], [Value(**row) for row in measured])
@@ -171,9 +168,6 @@ def _median(row: Sequence[Any]) -> str:
     return value + (f" ± {row[6]:.1f} %" if row[6] else "")
 
 
-# --- serving engines -----------------------------------------------------------------------------------------------
-
-
 def serving() -> Iterator[str]:
     """Yield the lines about vLLM and SGLang: mean errors, what repeats differ by, points within, and handoffs."""
     every = live_data.blind()
@@ -223,9 +217,6 @@ def _row(label: str, count: object, values: Mapping[str, float], counted: Sequen
     return [label, count, *(f"{values[name]:.0f}" if name in values else None for name in METRICS), *counted]
 
 
-# --- figures -------------------------------------------------------------------------------------------------------
-
-
 def accuracy() -> Figure:
     """Return simulated against measured times of transfers, handoffs and serving, a panel for each engine."""
     panels = []
@@ -261,9 +252,6 @@ def live() -> Figure:
             Panel(Scale("load, % of the prefill GPU", ""), Scale(f"median {title}", "ms", low=0), series, title, 320)
         )
     return Figure("live", "", "", panels, columns=2)
-
-
-# --- files ---------------------------------------------------------------------------------------------------------
 
 
 def main(words: Sequence[str]) -> None:

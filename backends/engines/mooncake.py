@@ -243,8 +243,6 @@ class MooncakeEndpoint(RealEndpoint):
         transfer.posted = self.clock.now
         return ticket
 
-    # --- over NVLink: on the clock's thread ------------------------------------------------------------------------
-
     def _go_on(self, session: _Session) -> None:
         while session.waiting and session.under_way < self._most:
             transfer = session.waiting.popleft()
@@ -289,8 +287,6 @@ class MooncakeEndpoint(RealEndpoint):
 
     def busy(self) -> bool:
         return bool(self._tickets)
-
-    # --- over a network, and with several posting threads: in threads ----------------------------------------------
 
     def _begin(self) -> None:
         self.device.enter()

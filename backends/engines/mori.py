@@ -80,8 +80,6 @@ class MoriEndpoint(RealEndpoint):
     options = ("transport",)
     variants = (_OVER_RDMA, replace(_OVER_RDMA, backend="mori_inline", same_as="mori"))
 
-    # --- set-up ----------------------------------------------------------------------------------------------------
-
     def start_engine(self) -> str:
         options = dict(self.settings.options)
         transport = options.pop("transport", "rdma")
@@ -119,8 +117,6 @@ class MoriEndpoint(RealEndpoint):
             self._sessions.clear()
             del self._engine
 
-    # --- memory and peers ------------------------------------------------------------------------------------------
-
     def pin(self, buffer: RealBuffer) -> Any:
         kinds, gpu = self._io.MemoryLocationType, getattr(self.device, "gpu", None)
         place = (-1, kinds.CPU) if gpu is None else (gpu, kinds.GPU)
@@ -157,8 +153,6 @@ class MoriEndpoint(RealEndpoint):
     def _drop(self, stale: Callable[[_Pair], bool]) -> None:
         for pair in filter(stale, tuple(self._sessions)):
             self._sessions.pop(pair, None)
-
-    # --- transfers -------------------------------------------------------------------------------------------------
 
     def post(self, transfer: PostedTransfer) -> None:
         peer, memory = transfer.peer, transfer.peer.handle.memories.get(transfer.remote.name)
@@ -200,8 +194,6 @@ class MoriEndpoint(RealEndpoint):
     def _unreached(self, transfer: PostedTransfer, reason: str) -> None:
         transfer.handle = None
         self.engine_failed(transfer, f"MORI made no session for a {transfer.operation}: {reason}", moving=False)
-
-    # --- Source ----------------------------------------------------------------------------------------------------
 
     def poll(self) -> bool:
         progressed = False
@@ -256,8 +248,6 @@ def _settings_of(io: Any, backend: str) -> Any:
         chunk_bytes=CHUNK,
     )
 
-
-# --- what its wheel needs: amd-mori 1.2.4 brings no part of ROCm ---------------------------------------------------
 
 GLIBC = (2, 38)
 ROCM = Path("/opt/rocm/lib")  # where the wheel's libraries look, beside the linker's own places

@@ -167,9 +167,6 @@ def _caches(config: Config, role: str) -> bool:
     return cached or (config.live.prefix_cache and role != "decode")
 
 
-# --- vLLM ----------------------------------------------------------------------------------------------------------
-
-
 def _vllm(config: Config, role: str, side: Side, number: int) -> tuple[list[str], dict[str, str]]:
     cached = _caches(config, role) or config.live.prefix_cache
     gpus, pool = bool(config.hw.gpus), config.kv.pool
@@ -199,9 +196,6 @@ def _vllm(config: Config, role: str, side: Side, number: int) -> tuple[list[str]
         channel = config.live.port + SIDE_CHANNEL + SPACING * number
         environment |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(channel)}
     return arguments, environment
-
-
-# --- SGLang --------------------------------------------------------------------------------------------------------
 
 
 def _sglang(
@@ -284,9 +278,6 @@ def _chunk_bytes(config: Config) -> int:
 
 def _mebibytes(size: float) -> str:
     return str(max(1, -(-int(size) // 2**20)))
-
-
-# --- what an engine cannot have ------------------------------------------------------------------------------------
 
 
 def refusals(config: Config, engine: str) -> Iterator[str]:

@@ -131,9 +131,6 @@ def _mapping(processes: int) -> Iterator[Callable[..., Iterator[dict[Shape, Capa
         yield pool.imap
 
 
-# --- the answer ----------------------------------------------------------------------------------------------------
-
-
 class Point(NamedTuple):
     """A probe of a deployment: a machine of *gpus* GPUs holds as many copies as fit, and the other GPUs are idle."""
 

@@ -166,9 +166,6 @@ def _probe(config: Config, what: Deployment, requests: Sequence[Request], load: 
     )
 
 
-# --- deployments ---------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, order=True)
 class Shape:
     """A parallelism and a P:D ratio.

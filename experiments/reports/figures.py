@@ -137,9 +137,6 @@ def kept() -> list[FigureRow]:
         return msgspec.convert(list(csv.reader(file))[1:], list[FigureRow], strict=False)
 
 
-# --- set-ups -------------------------------------------------------------------------------------------------------
-
-
 class Parts:
     """Serves what a figure asks for, on the machines, models and engines of *options*."""
 
@@ -244,8 +241,6 @@ def _reserved(parts: Parts, tokens: int, count: int = 256, prompt: int = 512, po
         engine=replace(parts.options.sglang, reserved_tokens=tokens),
     )
 
-
-# --- figures -------------------------------------------------------------------------------------------------------
 
 Setup = Mapping[str, Any]
 

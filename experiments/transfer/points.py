@@ -151,9 +151,6 @@ def flows(pattern: str, ranks: int, rotate: bool = False) -> list[Flow]:
     return pairs
 
 
-# --- places --------------------------------------------------------------------------------------------------------
-
-
 def names(pairs: Sequence[Flow]) -> list[str]:
     """Return the ranks of *pairs* by number."""
     return sorted({name for pair in pairs for name in pair}, key=lambda name: int(name.removeprefix("rank")))

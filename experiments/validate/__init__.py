@@ -143,9 +143,6 @@ def _design(config: Config, asked: Iterable[ExperimentOptions], notes: list[str]
     return kept
 
 
-# --- the comparison ------------------------------------------------------------------------------------------------
-
-
 def _compared(
     config: Config, options: ValidateOptions, folder: Path, notes: list[str], failures: list[str]
 ) -> Result:

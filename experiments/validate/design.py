@@ -172,9 +172,6 @@ def _gathers(config: Config, design: Design, ranks: tuple[int, ...], notes: list
     return replace(options, size=design.pieces)  # which says itself what it lacks
 
 
-# --- the points of transfers ---------------------------------------------------------------------------------------
-
-
 def _points(config: Config, design: Design, ranks: int, notes: list[str]) -> list[TransferPoint]:
     most = len(design.placement) if design.placement[0].isdecimal() else ranks
     contention = design.patterns if "contention" in design.classes else ()

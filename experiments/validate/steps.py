@@ -113,9 +113,6 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any], at: str = ""
             yield key, f"{key}={there[name]}"
 
 
-# --- measurements --------------------------------------------------------------------------------------------------
-
-
 def measure(
     config: Config,
     design: Parts,
@@ -162,9 +159,6 @@ def _jobs(
         except (ConfigError, TransferError) as error:
             failures.append(f"{part.name}: {type(error).__name__}: {error}")
     return results
-
-
-# --- files of earlier runs -----------------------------------------------------------------------------------------
 
 
 def take(source: Path, folder: Path) -> None:
@@ -229,9 +223,6 @@ def _config(source: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"experiment.stored={source} has neither {MEASURED} nor config.yaml; name a run's folder")
     return schema.read_nested(path)
-
-
-# --- what is compared ----------------------------------------------------------------------------------------------
 
 
 def values(experiment: str, result: Result) -> list[Value]:

@@ -154,8 +154,6 @@ def _summary(errors: Floats, rows: Sequence[Sample], how: str) -> HeldOut:
     return summary if floor is None else replace(summary, jobs=floor.jobs, floor=floor.median, floor_p95=floor.p95)
 
 
-# --- parameters of a configuration ---------------------------------------------------------------------------------
-
 _LINKS = {
     "nvlink": ("interconnect", "rate", 1.0),
     "rdma": ("nic", "rate", 1.0),
@@ -227,9 +225,6 @@ def _span(name: str, ends: tuple[float, float]) -> tuple[str, ...]:
     return tuple(text_of(name, value) for value in ends)
 
 
-# --- files ---------------------------------------------------------------------------------------------------------
-
-
 def save(folder: Path, calibration: Calibration, samples: Samples, title: str) -> Path:
     """Write both files of *calibration* into *folder*, its name being theirs, and return the YAML file."""
     import yaml  # type: ignore[import-untyped]  # comes with omegaconf, its stubs do not
@@ -257,9 +252,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
     return float(f"{value:.4g}") if isinstance(value, float) else value
-
-
-# --- tables --------------------------------------------------------------------------------------------------------
 
 
 def parameter_table(done: Fitted) -> Table:

@@ -83,9 +83,6 @@ def _table(text: str, first: str, split: str = r"\s{2,}") -> Iterator[dict[str, 
             yield dict(zip(heads, cells, strict=True))
 
 
-# --- one reader a tool ---------------------------------------------------------------------------------------------
-
-
 def _nixlbench(text: str) -> Rows:
     # Its latency times a row's batch size is the time of a transfer.
     threads = int(_option(text, "num_threads", "1"))

@@ -131,9 +131,6 @@ def split(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
     return parts
 
 
-# --- fitting -------------------------------------------------------------------------------------------------------
-
-
 def _kernels(rows: Sequence[Row], peaks: Peaks, gpu: str) -> Kernels:
     fitted: dict[str, Any] = {}
     for name in OPERATORS:
@@ -180,8 +177,6 @@ def _ring(rows: Sequence[Row], gpus: int) -> AllReduce:
     ring = robust_fit(lambda at: at["latency"] + nbytes / at["rate"], seconds, start, scale=SCALE).values
     return AllReduce(**{name: float(f"{value:.4g}") for name, value in ring.items()})
 
-
-# --- roofs ---------------------------------------------------------------------------------------------------------
 
 OPERATORS = {
     "gemm": "fmbw", "gemm_fp8": "fmbw", "prefill": "fwa", "decode": "fmwa", "mla_prefill": "fmw", "mla_decode": "fm",
@@ -273,9 +268,6 @@ def _fitted(name: str, rows: Sequence[Row], peaks: Peaks, cut: Roof, power: floa
     chosen: dict[str, Any] = {"blend": power or 1.0} | best.values
     chosen = {key: float(f"{value:.4g}") for key, value in chosen.items() if value > _NOTHING}
     return best.cost, replace(cut, **chosen)
-
-
-# --- errors --------------------------------------------------------------------------------------------------------
 
 
 def _of_operators(kernels: Kernels, fitted: Sequence[Row], held: Sequence[Row], peaks: Peaks) -> Iterator[Errors]:

@@ -156,9 +156,6 @@ def _parsed(row: Mapping[str, str], where: str) -> Sample:
         raise ConfigError(f"{where}: {' '.join(str(error).split())}; correct or delete the row") from error
 
 
-# --- jobs ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Floor:
     """The errors of a class of points that differing jobs alone cause: relative, 0.01 is 1 %.
@@ -193,8 +190,6 @@ def floor(points: Iterable[Sequence[float]]) -> Floor | None:
     median, p95 = np.percentile(left, (50.0, 95.0))
     return Floor(min(map(len, several)), float(np.median(apart)), float(median), float(p95))
 
-
-# --- which transfers to measure ------------------------------------------------------------------------------------
 
 SMALLEST = 4 << 10
 SIZES = tuple(SMALLEST << power for power in range(17))  # to 256 MiB

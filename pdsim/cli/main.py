@@ -135,9 +135,6 @@ def _unknown(command: str, words: Sequence[str]) -> str:
     return f"unknown command {command!r}; {instead(command, usage.COMMANDS)}; see pdsim --help"
 
 
-# --- commands ------------------------------------------------------------------------------------------------------
-
-
 def _run(words: Sequence[str]) -> int:
     if any(map(_is_of_hydra, words)) or ("--cfg" in words and {"hydra", "all"} & set(words)):
         return _job_of_hydra(words)
@@ -348,8 +345,6 @@ _DO: Mapping[str, Callable[[Sequence[str]], int]] = {
 
 _KEEP = ("run", "sweep", "calibrate", "validate", "observe")
 """Commands that keep runs."""
-
-# --- speaking ------------------------------------------------------------------------------------------------------
 
 
 def _say(text: str) -> int:

@@ -111,9 +111,6 @@ def _models(text: str) -> list[tuple[str, int, int]]:
     return models
 
 
-# --- measuring -----------------------------------------------------------------------------------------------------
-
-
 def _measured(
     models: Sequence[tuple[str, int, int]],
     where: runner.ProfiledDevice,
@@ -169,9 +166,6 @@ def _installed(source: Path) -> Path:
         known = ", ".join(sorted(each.name for each in folder.iterdir() if each.is_dir()))
         raise ConfigError(f"--from {source}: no such file, and aiconfigurator-core has tables of {known}")
     return folder / source
-
-
-# --- fitting -------------------------------------------------------------------------------------------------------
 
 
 def _from_tables(source: Path, tables: tuple[str, str], config: Config, path: Path) -> int:
@@ -284,9 +278,6 @@ def _absorbed(grid: Grid, config: Config) -> bool:
 def _release(folder: Path) -> str:
     releases = [each.name for parent in folder.parents for each in parent.glob("aiconfigurator_core-*.dist-info")]
     return f" {releases[0].split('-')[1].removesuffix('.dist')}" if releases else ""
-
-
-# --- the choice for compute= ---------------------------------------------------------------------------------------
 
 
 def _write_choice(path: Path, title: str, head: Sequence[str], kernels: Kernels, source: str) -> int:

@@ -131,9 +131,6 @@ def executor_of(words: Sequence[str], line: CommandLine) -> Executor:
     return built
 
 
-# --- points --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Space:
     """What a sweep goes over: overrides that are *fixed*, *axes* of values, *intervals* that only a search has.
@@ -215,8 +212,6 @@ def space_of(words: Sequence[str], options: Mapping[str, Any]) -> Space:
 def _key(override: Override) -> str:
     return str(override.get_key_element()).lstrip("+")
 
-
-# --- searched by Optuna --------------------------------------------------------------------------------------------
 
 # Points are asked for in batches.  Optuna's sampler is seeded and told the batches in order, so the same command
 # asks for the same points: those whose rows are kept are told without being run, and the search goes on.

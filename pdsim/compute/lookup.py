@@ -68,8 +68,6 @@ class Lookup:
         """Whether latent attention was measured with its products, as a whole."""
         return self.model.attention == "mla" and "mla_decode_module" in self.table
 
-    # --- products, experts, collectives ----------------------------------------------------------------------------
-
     def gemm(self, rows: float, n: int, k: int, dtype: str) -> float:
         """Return the seconds of a product of *rows* by *k* with *k* by *n*, weights of *dtype* (`product_dtype`)."""
         name = (dtype, n, k, 0)
@@ -186,8 +184,6 @@ class Lookup:
                 )
             curve = self._curves[name] = self.table.curve("allreduce", (near,), "elements", splits=True)
         return curve(tokens * self.model.hidden)
-
-    # --- attention -------------------------------------------------------------------------------------------------
 
     def prefill(self, pieces: Sequence[tuple[int, int]]) -> float:
         """Return the seconds of one layer's attention of *pieces*: new tokens to themselves and earlier ones.

@@ -212,9 +212,6 @@ class Table:
                      splits, growth)  # fmt: skip
 
 
-# --- files ---------------------------------------------------------------------------------------------------------
-
-
 def path_of(name: str) -> Path:
     """Return the file of the table *name*: one that comes with pdsim, or a path."""
     return FOLDER / f"{name}{SUFFIX}" if "/" not in name and not name.endswith(SUFFIX) else Path(name)

@@ -58,9 +58,6 @@ class CommandLine:
         return Path(place).resolve() if place else None
 
 
-# --- compose -------------------------------------------------------------------------------------------------------
-
-
 def compose(words: Sequence[str]) -> Config:
     """Return the typed and checked configuration that *words*, overrides only, ask for, or raise a `ConfigError`."""
     if flags := [word for word in words if word.startswith("-")]:
@@ -261,9 +258,6 @@ def _on_shared_gpus(config: Config) -> Config:
     return replace(config, hw=replace(hw, gpu=replace(hw.gpu, memory=min(hw.gpu.memory, share))))
 
 
-# --- to Hydra ------------------------------------------------------------------------------------------------------
-
-
 def ready(words: Sequence[str], own: Sequence[Path] = ()) -> list[str]:
     """Return *words*, overrides as typed, as Hydra takes them; choices of a group may be those of the folders *own*.
 
@@ -344,9 +338,6 @@ def _hint(word: str, known: Mapping[str, Sequence[str]]) -> str:
     if word in known:
         return f"; write {word}=NAME with one of {', '.join(known[word])}"
     return ", such as hw=8xh20 or workload.rate=2; see pdsim run --help"
-
-
-# --- and back ------------------------------------------------------------------------------------------------------
 
 
 def explain(error: BaseException) -> str | None:

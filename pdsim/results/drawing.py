@@ -135,9 +135,6 @@ def thinned(count: int, most: int = _MOST) -> list[int]:
     return chosen
 
 
-# --- in a page -----------------------------------------------------------------------------------------------------
-
-
 def plotly_panel(panel: Panel) -> dict[str, Any]:
     """Return ``{"data": ..., "layout": ...}`` of *panel* for ``Plotly.newPlot``, numbers rounded to six digits."""
     layout = {
@@ -198,9 +195,6 @@ def _traces(series: Marks, panel: Panel) -> list[dict[str, Any]]:
 
 def _short(values: Sequence[float]) -> list[float | None]:
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
-
-
-# --- in a file -----------------------------------------------------------------------------------------------------
 
 
 def image(figure: Figure, form: str, *, width: float = 9.0, titled: bool = True) -> bytes:

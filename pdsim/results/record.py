@@ -77,8 +77,6 @@ class Result:
         return [dict(zip(table.columns, row, strict=True)) for table in tables for row in table.rows]
 
 
-# --- statistics ----------------------------------------------------------------------------------------------------
-
 METHOD = "linear interpolation between order statistics (numpy's default)"
 PERCENTILES = (50.0, 90.0, 99.0, 99.9)
 
@@ -196,8 +194,6 @@ def trend(values: Floats) -> float | None:
     deviation = math.sqrt(n * (n - 1) * (2 * n + 5) / 18)
     return float(means[-1] - means[0]) if (ranks - 1) / deviation > _SIGNIFICANT else 0.0
 
-
-# --- where it took place -------------------------------------------------------------------------------------------
 
 _PACKAGES = (
     "hydra-core", "msgspec", "numpy", "pyarrow", "pyzmq", "simpy", "torch", "amd-mori",

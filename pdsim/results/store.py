@@ -231,9 +231,6 @@ def load(folder: Path) -> dict[str, Any]:
     return {"folder": str(folder), **about, **summary}
 
 
-# --- files and folders ---------------------------------------------------------------------------------------------
-
-
 def make(folder: Path, named: str) -> Path:
     """Create *folder* unless it is there, and return it.
 
@@ -305,8 +302,6 @@ def _json(value: Any) -> bytes:
     # json indents in Python, a tenth as fast
     return msgspec.json.format(text.encode(), indent=2) + b"\n"
 
-
-# --- journals ------------------------------------------------------------------------------------------------------
 
 # ``transfers.journal`` has blocks of the records of a rank (`pdsim.transfer.log.LogBlock`), ``requests.journal``
 # rows of requests in the order in which they ended (`pdsim.serving.request_log.RowBlock`).  An entry is its length

@@ -322,8 +322,6 @@ class ColocatedEngine:
         self.pages.release(one.request.room)
         self._finished(one)
 
-    # --- requests that run out of pages ---
-
     def _make_room(self) -> None:
         # While there are too few, the scheduler's victim is preempted.  What is left over lets retracted requests
         # go on, first in, first out, while they fit with their reserve.
@@ -376,8 +374,6 @@ class ColocatedEngine:
     def _offload(self, tokens: int, back: bool = False, rate: float = math.inf) -> Event:
         each = self.job.shape.token_bytes(self.job.decode.tp)
         return self.clock.all_of([one.offload(tokens * each, back, rate) for one in self.traffic])
-
-    # --- the prefix cache ---
 
     def _known(self, one: ColocatedRequest) -> Sequence[int]:
         return self.pages.usable(one.keys, one.request.input)

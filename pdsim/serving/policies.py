@@ -174,9 +174,6 @@ def step_pieces(
     queue.extendleft(reversed(partial))
 
 
-# --- pdsim's own ---------------------------------------------------------------------------------------------------
-
-
 class FirstCome(Scheduler):
     """First come, first served, in chunks that fill the step; the request that came last is preempted (vLLM)."""
 

@@ -187,8 +187,6 @@ def stream(seed: int, name: str) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, *name.encode()])))
 
 
-# --- outcomes ------------------------------------------------------------------------------------------------------
-
 STAMPS = (
     *("reserved", "noticed", "started", "prefilled", "arrived", "polled", "joined", "finished"),
     *("first", "asked"),

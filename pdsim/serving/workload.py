@@ -112,8 +112,6 @@ def _needed(requests: Iterable[Request], workload: Workload) -> Iterator[Request
             return
 
 
-# --- traces --------------------------------------------------------------------------------------------------------
-
 AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
 
@@ -218,9 +216,6 @@ def _azure(text: str) -> tuple[float, int, int, tuple[int, ...]]:
     return whole.total_seconds() + float(f"0.{fraction}"), int(fields[1]), int(fields[2]), ()
 
 
-# --- arrivals on a grid --------------------------------------------------------------------------------------------
-
-
 def grid(arrivals: Sequence[float] | Floats) -> float:
     """Return the spacing in seconds of the grid that *arrivals* lie on, 0 if there is none.
 
@@ -254,9 +249,6 @@ def _spread(requests: RequestTable, seed: int) -> tuple[RequestTable, tuple[str,
         f"at a time; each was moved by a random part of that, in order"
     )
     return requests.but(arrival=arrivals), (note,)
-
-
-# --- generated -----------------------------------------------------------------------------------------------------
 
 
 def _generate(workload: Workload, seed: int, context: int) -> tuple[RequestTable, tuple[str, ...]]:
@@ -343,7 +335,6 @@ def _bursty_gaps(workload: Workload, random: np.random.Generator, count: int) ->
     return np.diff(arrivals, prepend=0.0)
 
 
-# --- sessions ------------------------------------------------------------------------------------------------------
 # Users wait for an answer and think before they ask again: a closed loop, whose load is not known beforehand.
 # The prompt of a turn is the whole session so far, answers included, and new tokens, so `hash_ids` of a session's
 # prompts begin alike, and those of all sessions do within `Workload.shared` tokens.

@@ -233,8 +233,6 @@ class SharedGroup:
                     self._fail(request, TransferFailed(f"{name} left the group during the call"), call.began)
         self._calls.clear()
 
-    # --- how a call goes ---
-
     def _advance(self) -> None:
         call = self._calls.get(self._turn)
         if call is None or call.began is not None or len(call.requests) < len(self.names):
@@ -311,8 +309,6 @@ class SharedGroup:
                 request.event.succeed(self._record(request, call.began, "ok"))
         self._advance()
 
-    # --- the symmetric pool ---
-
     def _reserve(self, call: _Call) -> TransferError | None:
         size = call.one.size
         members = [request.member for request in call.requests.values()]
@@ -348,8 +344,6 @@ class SharedGroup:
                 member.growths += 1
                 member.growth_seconds += self._clock.now - request.submitted
         self._finish(call)
-
-    # --- how a call fails ---
 
     def _expire(self, request: _Request) -> None:
         if request.over or self.left is not None:

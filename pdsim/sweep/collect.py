@@ -133,9 +133,6 @@ def _typed(values: Sequence[Any]) -> tuple[str, list[Any]]:
     return name, [value if value is None or convert is None else convert(value) for value in values]
 
 
-# --- for people ----------------------------------------------------------------------------------------------------
-
-
 def table(folder: Path) -> Table:
     """Return the table of the sweep in *folder* for people: what was swept, the status, then metrics."""
     return _table(points(folder), folder)
@@ -221,9 +218,6 @@ def show(folder: Path, file: IO[str] | None = None, *, json: bool = False, verbo
         such = f", such as: {reason.splitlines()[0]}" if reason else ""
         terminal.show_lines(f"{left} more cannot be run (pdsim show -v {folder}){such}", file=file)
     terminal.show_lines(f"next: {terminal.program()} best {folder}", file=file)
-
-
-# --- rows as they come ---------------------------------------------------------------------------------------------
 
 
 class Ledger:

@@ -211,9 +211,6 @@ def _interval(values: Floats) -> tuple[float, float]:
     return float(low), float(high)
 
 
-# --- for people ----------------------------------------------------------------------------------------------------
-
-
 def tables(classes: Sequence[Class], decades: Sequence[Class]) -> list[Table]:
     """Return the table of classes and, if there are any, that of size decades; errors in per cent."""
     columns = {

@@ -96,8 +96,6 @@ class ComputedChecker:
             what = f"room {room} {verb} {rank} up to token {tokens}, of which {done} are computed there"
             self._report("I10", what)
 
-    # --- what is planned and computed ---
-
     def _timed(self, leader: str, seconds: Callable[[Any], float], pieces: list[tuple[int, int]]) -> float:
         self._pieces[leader] = pieces
         return seconds(pieces)

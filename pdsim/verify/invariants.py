@@ -116,8 +116,6 @@ class InvariantChecker(Observer):
         }
         self._stopped = False
 
-    # --- what the model tells ---
-
     def joined(self, member: Any) -> None:
         """Watch what *member*, a rank's program, reports and owns."""
         self._members[member.rank.name] = member
@@ -183,8 +181,6 @@ class InvariantChecker(Observer):
         if error and not self._allowed(rank, error, self._now()):
             self._report("I5", f"{rank} ended: {error}")
 
-    # --- after the run ---
-
     def finish(
         self,
         statuses: Iterable[str],
@@ -208,8 +204,6 @@ class InvariantChecker(Observer):
             self._report("I11", what)
         self._check_order()
         return self.violations
-
-    # --- I1, I2, I6 ---
 
     def _watched(self, rank: str, receives: bool, report: Callable[..., None]) -> Callable[..., None]:
         def watch(message: Any, *more: Any) -> None:
@@ -269,8 +263,6 @@ class InvariantChecker(Observer):
             if reason:
                 self._report("I2", f"{name} {when}: {reason}")
 
-    # --- what decode reads ---
-
     def _polled(self, leader: Any, poll: Callable[[], None]) -> None:
         for incoming in leader.scheduler.complete:
             room = incoming.request.room
@@ -312,8 +304,6 @@ class InvariantChecker(Observer):
                 contents: Contents = member.mover.receiver.pool.contents
                 contents.fill_again(number, after(self._pages[number], cached // contents.layout.page_size), cached)
 
-    # --- I7 ---
-
     def _ordered(self, order: list[tuple[Any, ...]], part: Any, action: str) -> None:
         # To forget a room that it never took up changes nothing; a paused leader of an earlier incarnation may ask.
         original: Callable[[Any], None] = getattr(part, action)
@@ -339,8 +329,6 @@ class InvariantChecker(Observer):
                         self._report("I7", f"{one} took up {mine} where {two} took up {its}")
                         break
 
-    # --- I12 ---
-
     def _freed(self, member: Any, forget: Callable[[int], None], number: int) -> None:
         scheduler = member.scheduler
         held = number in scheduler.pages.pool.owners
@@ -352,8 +340,6 @@ class InvariantChecker(Observer):
         if held and asleep and scheduler._queue and not member.has_ended:
             self._report("I12", f"{member.rank.name} sleeps when room {number} is free, and others wait")
 
-    # --- I8 ---
-
     def _on_stop(self, *_: Any) -> None:
         if self._stopped or not self._rooms:
             return
@@ -361,8 +347,6 @@ class InvariantChecker(Observer):
         for name, member in self._members.items():
             if name not in self._gone and not member.has_ended:
                 self._leftovers.check(name)
-
-    # --- all ---
 
     def _report(self, invariant: str, what: str) -> None:
         self.violations.append(Violation(invariant, self._now(), what))

@@ -58,8 +58,6 @@ class LawChecker(Observer):
         self._network: Any = None
         self._since, self._carried = 0.0, [0.0]  # when links were looked at last, and the bytes of each until then
 
-    # --- what the model tells ---
-
     def joined(self, member: Any) -> None:
         """Watch *member*, a rank's program; a router is the first of a new job, whose rooms are numbered anew."""
         if isinstance(member, Router):
@@ -100,8 +98,6 @@ class LawChecker(Observer):
         self._move("landed", batch, label)
         if self._network is not None and self._network.clock.now - self._since >= _INTERVAL:
             self._look()
-
-    # --- laws ---
 
     def _look(self) -> None:
         now, before = self._network.clock.now, self._carried

@@ -24,9 +24,6 @@ def sleep(rank: Rank, seconds: float) -> Program:
     return "slept"
 
 
-# --- what a process is and has -------------------------------------------------------------------------------------
-
-
 def surroundings(rank: Rank) -> Program:
     """Return what the process has of the one that asked for it."""
     yield rank.clock.timeout(0.0)
@@ -96,9 +93,6 @@ def take_memory(rank: Rank, size: int) -> Program:
     yield rank.clock.timeout(0)
 
 
-# --- how programs end ----------------------------------------------------------------------------------------------
-
-
 def count(rank: Rank, seconds: float) -> Program:
     """Say that a part of the work is done, and do nothing."""
     rank.counts(lambda: 3, 7)
@@ -143,9 +137,6 @@ def fork(rank: Rank) -> Program:
     return os.waitstatus_to_exitcode(status)
 
 
-# --- messages ------------------------------------------------------------------------------------------------------
-
-
 def _ask(rank: Rank, other: str) -> Program:
     while True:
         rank.channel.send(other, b"who")
@@ -187,9 +178,6 @@ def stay(rank: Rank, by: str) -> Program:
     yield rank.channel.receive()
     rank.channel.send(by, b"here")
     yield rank.channel.receive()
-
-
-# --- transfers: from one's "source" to the other's "sink" ----------------------------------------------------------
 
 
 def _connect(rank: Rank, to: str, size: int) -> Generator[Any, Any, tuple[Peer, Batch]]:

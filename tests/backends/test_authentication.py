@@ -194,9 +194,6 @@ def test_no_key_is_in_a_command_line_or_an_environment(processes: Processes, mon
     assert made["a"].secret not in shown
 
 
-# --- endpoints -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "note",
     [[b"one frame"], [b"odd"], [b"number", b"x"], [b"number"], [b"hello", b"\xc1"], [b"hello"]],

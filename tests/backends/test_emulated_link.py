@@ -133,9 +133,6 @@ def test_who_may_not_make_namespaces_is_told_what_it_takes():
         assert "run as root with /dev/net/tun, or use hw=loopback" in said.read()
 
 
-# --- the emulated machine with an RDMA device, on a machine that lacks what it takes -------------------------------
-
-
 def test_everything_that_the_guest_needs_is_named_at_once(monkeypatch, tmp_path):
     for name in ("PATH", "HOME", "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, str(tmp_path))

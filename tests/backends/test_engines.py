@@ -121,9 +121,6 @@ def test_a_c_library_that_is_too_old_for_mori_is_named(monkeypatch, version, fac
     assert [fact for fact in mori.missing() if fact.startswith("glibc")] == facts
 
 
-# --- variables and memory ------------------------------------------------------------------------------------------
-
-
 def test_the_users_variables_win_over_defaults_and_contradict_needs(monkeypatch):
     for name in ("PDSIM_TEST_A", "PDSIM_TEST_B"):
         monkeypatch.setenv(name, "")

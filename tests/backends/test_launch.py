@@ -134,9 +134,6 @@ def test_ranks_that_are_not_ready_in_time_are_named(mooncake):
         only(Processes(mooncake, startup=0.001), programs.sleep, seconds=1)
 
 
-# --- messages between supervisor and workers -----------------------------------------------------------------------
-
-
 @pytest.fixture
 def lines():
     here, there = socket.socketpair()
@@ -166,9 +163,6 @@ def test_messages_come_in_pieces_and_those_behind_are_kept(lines):
     for message in (go, moved):
         here.send(message)
     assert (there.wait_for(supervision.Go), there.receive()) == (go, [moved])
-
-
-# --- ranks that are forks of one process ---------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -201,9 +195,6 @@ def test_a_dead_forker_is_reported_and_restarted_and_ends(warm):
     assert only(target, programs.identify).error == ""
     start.__exit__()
     assert start.process.returncode == 0
-
-
-# --- processors ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

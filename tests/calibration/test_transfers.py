@@ -37,9 +37,6 @@ def sample(blocks, size, seconds, **more):
     return Sample(blocks=blocks, size=size, seconds=seconds, low=seconds, high=seconds, **more)
 
 
-# --- forms ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_form_that_made_the_samples_is_chosen(kind):
@@ -94,8 +91,6 @@ def test_what_is_held_out_is_never_seen():
     assert hurt[3] == pytest.approx((1.0 + clean[3]) / 2.0 - 1.0, rel=1e-6)
 
 
-# --- several transfers in flight -----------------------------------------------------------------------------------
-
 IN_ORDER = replace(BASE, in_order=True)
 ALONE = start_of(BASE) | {"call": 20e-6, "descriptor": 2e-6, "rate": 200e9}
 SPANS = {"call": (19e-6, 21e-6), "descriptor": (1.9e-6, 2.1e-6), "rate": (190e9, 210e9)}
@@ -125,9 +120,6 @@ def test_transfers_in_flight_tell_call_latency_and_queues(truth, base, told):
         assert fit.at[name] == pytest.approx(value, rel=0.05)
         low, high = fit.intervals.get(name, (inf, inf))
         assert low <= fit.at[name] <= high
-
-
-# --- reads ---------------------------------------------------------------------------------------------------------
 
 
 def both_ways(more, noise, misfit=0.0):
@@ -165,8 +157,6 @@ def test_reads_that_are_no_slower_cost_nothing_more(faster):
     assert (fit.form.free, fit.intervals) == ((), {})
     assert [fit.at[name] for name in transfers.OF_READS] == [0.0, 0.0, inf]
 
-
-# --- small batches -------------------------------------------------------------------------------------------------
 
 SMALL = InlineSaving(bytes=1 << 16, descriptors=16, saving=3e-6)
 SAVES = replace(

@@ -78,9 +78,6 @@ def test_what_was_sealed_and_changed_is_refused():
         unseal(text.replace(b"1.5", b"1.6"), "expectations.json")
 
 
-# --- the calibration's uncertainty ---------------------------------------------------------------------------------
-
-
 def calibrated(path, **about: Any) -> Config:
     """Return a configuration whose calibration says *about*: a call takes 5 us, a descriptor 1 us."""
     about = {"held_out": None, **about}

@@ -69,8 +69,6 @@ def effects(result: Result, claim: str, machine: str) -> dict[str, Any]:
     return {row["at"]: row["effect"] for row in points(result, claim, machine)}
 
 
-# --- metadata over NVLink ------------------------------------------------------------------------------------------
-
 NVLINK = "8xh20 mooncake_nvlink"
 
 
@@ -98,9 +96,6 @@ def test_ranks_share_a_pair_of_gpus_if_asked_to(seed: str, tp: str, machine: str
     result = measured(seed, "hw=2xh200", f"experiment.tp=[{tp}]", "experiment.placement=sides")
     assert all(at.startswith(tp) for at in effects(result, "handoff", machine))
     assert any(line.startswith(note) for line in result.notes)
-
-
-# --- staging over NIXL ---------------------------------------------------------------------------------------------
 
 
 def test_staging_saves_a_descriptor_a_token_and_plane():
@@ -132,9 +127,6 @@ def test_across_nodes_the_gain_is_that_of_descriptors_not_prepared(descriptor: s
     assert all(least < effect < most for effect in found), found
 
 
-# --- symmetric memory ----------------------------------------------------------------------------------------------
-
-
 def test_symmetric_memory_gathers_faster_until_its_pool_grows():
     result, nccl = measured("symmetric_allgather"), "8xh20 nccl"
     equal, padded = effects(result, "equal", nccl), effects(result, "padded", nccl)
@@ -160,8 +152,6 @@ def test_ranks_and_collectives_that_are_missing_are_named():
         run(replace(configured("symmetric_allgather"), collective=None))
 
 
-# --- Mooncake over TCP ---------------------------------------------------------------------------------------------
-
 RDMA = "2x8xh20 mooncake"
 
 
@@ -182,9 +172,6 @@ def test_without_rdma_there_is_no_before_and_all_handoffs_succeed(hw: str):
     (row,) = points(result, "handoff", f"{hw} mooncake_tcp")
     assert (row["before"], row["effect"]) == (None, None)
     assert result.failures == []
-
-
-# --- state and inline posting over MORI ----------------------------------------------------------------------------
 
 
 def test_inline_posting_serves_less_where_posts_outlast_forwards():

@@ -29,9 +29,6 @@ def kinds(result: Result) -> set[str]:
     return {status.partition(":")[0] for status in result.requests["status"]}
 
 
-# --- accounts ------------------------------------------------------------------------------------------------------
-
-
 def test_every_request_of_the_embedded_trace_is_served():
     result = serve(configured(workload=Workload(), model=replace(LLM, context=8192), kv=Kv(page_size=64)))
     assert kinds(result) == {"ok"}
@@ -99,9 +96,6 @@ def test_users_who_leave_are_told_apart_from_failures():
     assert all(row["e2e"] <= row["patience"] for row in rows(result) if row["e2e"] and row["patience"])
 
 
-# --- instances -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("sides", "router", "count", "first"),
     [
@@ -116,8 +110,6 @@ def test_the_router_chooses_the_decode_instance(sides: Any, router: str, count: 
     result = serve(configured(*sides, GQA, {"router": router}, workload=workload))
     assert result.requests["decode"][:4] == [f"decode{name}" for name in first.split()]
 
-
-# --- faults --------------------------------------------------------------------------------------------------------
 
 FAULTY = {"deadline": 0.5}
 TWO = Side(tp=2, instances=2)
@@ -145,9 +137,6 @@ def test_without_a_router_the_ranks_end_by_themselves():
     assert values(result)["requests_ok"] == 0
 
 
-# --- slow links ----------------------------------------------------------------------------------------------------
-
-
 def linked(*words: str) -> Result:
     config = compose(["hw=link", "experiment.deadline=2s", *words])
     return run(config, Model(config.hw, config.backend, seed=config.seed), silent)
@@ -172,9 +161,6 @@ def test_a_link_that_is_changed_to_the_end_has_a_utilisation(kind: str):
     assert result.outcome.seconds < 1000
     assert 0 < result.outcome.links["link0.up"] < 1
     assert "TransferTimeout" in kinds(result)
-
-
-# --- what cannot be ------------------------------------------------------------------------------------------------
 
 
 def test_changes_of_a_hop_that_overlap_are_refused():

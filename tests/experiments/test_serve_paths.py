@@ -35,8 +35,6 @@ SIDES = {
     "tp 2 to 4": (Side(tp=2), Side(tp=4)),
 }
 
-# --- layouts -------------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("sides", SIDES)
 @pytest.mark.parametrize("model", MODELS)
@@ -76,8 +74,6 @@ def test_few_state_slots_let_few_requests_in_at_a_time():
     assert many.failures == one.failures == []
     assert sum(one.requests["queueing"]) > sum(many.requests["queueing"])
 
-
-# --- staging -------------------------------------------------------------------------------------------------------
 
 FEW = replace(GENERATED, count=12, input_mean=100)
 ONE = replace(GENERATED, count=1, input_mean=100, input_cv=0)
@@ -141,8 +137,6 @@ def test_what_has_no_staging_slot_goes_in_slices(kv: Kv, path: str):
     assert path == "sliced" or any("went in slices because the staging ring had no" in note for note in result.notes)
 
 
-# --- policies ------------------------------------------------------------------------------------------------------
-
 POLICIES = {
     "mooncake": Policy(queues=4, metadata="write"),
     "nvlink pool": Policy(queues=4, pool="nvlink"),
@@ -189,9 +183,6 @@ def test_metadata_that_the_engine_does_not_take_fails_or_falls_back(fallback: st
     assert result.failures == []
     assert [record.descriptors for record in result.transfers if record.status == "ok"] == [4, 4]
     assert "metadata over the control channel, 2 times: SendQueueFull over the data path" in result.notes
-
-
-# --- queues --------------------------------------------------------------------------------------------------------
 
 
 def posted(queues: int, shard: str = "room") -> float:

@@ -34,9 +34,6 @@ def measure(hw: Machine = EIGHT, memory: str = "timing", **options: Any) -> Resu
     return run(configured(hw, memory, **options), Model(hw, ENGINE, memory=memory), silent)
 
 
-# --- times ---------------------------------------------------------------------------------------------------------
-
-
 def test_one_transfer_takes_what_engine_and_port_take():
     found = measure(blocks=(4,), size=(250_000,), repeat=3).values
     # 5 us a call, 1 us a descriptor, then 1 MB through a port of 10 GB/s; Avg Lat is of a block, as in nixlbench
@@ -94,9 +91,6 @@ def test_a_program_pauses_between_transfers_that_take_as_long():
     times = [[round(record.seen - record.submitted, 12) for record in each] for each in (straight, paused)]
     assert times[0] == times[1]
     assert records(16e-6) == paused != records(16e-6, seed=1)
-
-
-# --- points --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -163,9 +157,6 @@ def test_a_file_of_points_that_cannot_be_is_refused(tmp_path: Path, text: str | 
         measure(points=str(path))
 
 
-# --- bytes ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("layout", ["contiguous", "scattered"])
 @pytest.mark.parametrize("operation", ["write", "read"])
 def test_every_slot_arrives_as_it_was_sent(operation: str, layout: str):
@@ -195,9 +186,6 @@ def test_slots_that_no_transfer_used_are_not_checked(schedule: str, used: int):
     result = measure(memory="tracked", concurrency=(4,), repeat=3, warmup=0, schedule=(schedule,))
     (row,) = result.rows(POINTS)
     assert (row["verified"], row["status"], result.failures) == (f"{used}/{used}", "ok", [])
-
-
-# --- loss ----------------------------------------------------------------------------------------------------------
 
 
 class Jobs(Model):
@@ -259,9 +247,6 @@ def test_a_job_that_fails_costs_its_points(error: Any, at: Sequence[float], stat
     result = run(configured(**MANY), target, silent)
     assert [row["status"] for row in result.rows(POINTS)] == statuses
     assert any(each.startswith(failure) for each in result.failures)
-
-
-# --- what is refused -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

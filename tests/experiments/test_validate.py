@@ -71,9 +71,6 @@ def predict(folder: Path, **options: Any) -> Path:
     return folder / "expectations.json"
 
 
-# --- predicted, measured, compared ---------------------------------------------------------------------------------
-
-
 def test_an_engine_that_is_slower_is_found_out(tmp_path: Path):
     result = validate(tmp_path)
     pair = classes(result)["pair"]
@@ -141,9 +138,6 @@ def test_points_of_a_file_are_validated_and_ranks_without_gpus_left_out(tmp_path
     assert {name.partition(",")[0] for name in classes(result)} == {"bidirectional", "fanout"}
 
 
-# --- predicted elsewhere, or measured before -----------------------------------------------------------------------
-
-
 def test_a_later_run_is_compared_with_the_very_predictions(tmp_path: Path):
     path = predict(tmp_path / "a")
     made = kept(tmp_path / "a", "expectations")
@@ -168,9 +162,6 @@ def test_a_stored_transfer_run_is_compared_with_later_predictions(tmp_path: Path
     assert list(classes(result)) == ["pair"]
     assert classes(result)["pair"][2] < 0
     assert AFTER in result.notes
-
-
-# --- what is refused -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -209,9 +200,6 @@ def test_predictions_of_another_system_are_refused(tmp_path: Path):
 def test_options_that_cannot_be_are_refused(tmp_path: Path, target: str, options: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         validate(tmp_path, configured(target, **options))
-
-
-# --- rates ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,6 @@ WORDS = [
 ]
 
 
-# --- what is compared ----------------------------------------------------------------------------------------------
-
-
 def test_quantiles_leave_out_what_too_few_requests_cannot_give():
     rows = [{"ttft": 0.01 * number, "tpot": None, "e2e": 1.0} for number in range(1, 12)]
     assert quantiles(rows) == pytest.approx({"ttft_p50": 0.06, "ttft_p90": 0.1, "e2e_p50": 1.0})
@@ -74,9 +71,6 @@ def test_parts_follow_one_another_on_one_deployment():
     assert list(singles) == ["warmup-10", "single-10"]
     requests = in_turn(singles | {"load-1": [Request(0.5, 7, 3)]})
     assert [one.arrival for one in requests] == [0.0, REST, REST + 5.0, 2 * REST + 5.5]
-
-
-# --- the command ---------------------------------------------------------------------------------------------------
 
 
 def folder_of(output: Path) -> Path:

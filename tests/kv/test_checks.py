@@ -31,9 +31,6 @@ def memory(owner: str, name: str = REGION) -> Region:
     return Region(owner, name, LAYOUT.size, 0, "gpu0")
 
 
-# --- whose memory is whose -----------------------------------------------------------------------------------------
-
-
 def of_group(name: str, incarnation: str, leads: bool = False) -> Any:
     """Return a rank's program; one that *leads* gave page 0, and slot 1 as decode, to room 7."""
     scheduler = None
@@ -84,9 +81,6 @@ def test_a_rank_of_no_incarnation_is_not_written(owners: OwnershipChecker, found
     owners.joined(of_group("decode0.1", ""))
     owners.landed(Batch(memory("prefill0.0"), memory("decode0.1"), [0], [0], [16]), "7/0/grouped")
     assert found == [("I3", "room 7 landed on decode0.1, which is in no incarnation of its instance")]
-
-
-# --- what may be left ----------------------------------------------------------------------------------------------
 
 
 def left(table: Any) -> list[str]:

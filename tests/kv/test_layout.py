@@ -43,9 +43,6 @@ def hybrid(tp: int = 1, pp: int = 1, stage: int = 0) -> KvLayout:
     return KvLayout(HYBRID, tp, 4, 10, 3, pp, stage, state_slots=2, window_pages=10)
 
 
-# --- sizes ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("shape", "tp", "nbytes"),
     [
@@ -95,8 +92,6 @@ def test_what_is_no_model_or_pool_is_refused(what: object, changes: dict[str, ob
         replace(what, **changes)
 
 
-# --- metadata ------------------------------------------------------------------------------------------------------
-
 LAYOUT = KvLayout(KvShape(layers=2, heads=2, head_bytes=16), tp=1, page_size=4, pages=8, slots=3)
 ROWS = tuple(bytes([index + 1]) * size for index, size in enumerate(AUX_ROWS))
 ZEROS = tuple(map(bytes, AUX_ROWS))
@@ -124,9 +119,6 @@ def test_rows_are_stored_in_their_slot_and_cut():
     write_metadata(memory, LAYOUT, 1, [row + b"more" for row in ROWS] + [b"another"])
     assert [read_metadata(memory, LAYOUT, slot, contents=True) for slot in range(3)] == [ZEROS, ROWS, ZEROS]
     assert read_metadata(memory, LAYOUT, 1, contents=False) == ZEROS
-
-
-# --- who writes what to whom ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

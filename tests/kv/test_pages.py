@@ -91,8 +91,6 @@ def test_slots_have_one_owner():
         slots.allocate(9)
 
 
-# --- rows of state -------------------------------------------------------------------------------------------------
-
 PAGES: Pages = ((4, 3),)
 STATE = StateShape("mwa", 8, (Tensor((4, 8), 6), Tensor((4,), 20)), 12)
 
@@ -123,9 +121,6 @@ def test_a_model_without_state_has_no_rows():
     pool = StatePool(StateShape(), 4, 0, 0)
     assert (pool.allocate(1, 10, 10, PAGES), len(pool)) == ((), 0)
     pool.release(1)
-
-
-# --- prefixes ------------------------------------------------------------------------------------------------------
 
 
 def serve(pool: PrefixPagePool, owner: int, keys: list[int], count: int | None = None) -> int:

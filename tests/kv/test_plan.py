@@ -86,8 +86,6 @@ def test_pages_kept_by_heads_are_a_descriptor_each():
         Planner(pools[0], replace(pools[1], by_heads=False), part)
 
 
-# --- state ---------------------------------------------------------------------------------------------------------
-
 STATE = RankShare(("mamba", "window", "index"), None, aux=False)
 RUNS: tuple[Runs, ...] = (((1, 0, 1),), ((3, 5, 2), (9, 0, 1)), ((0, 0, 4),))  # mamba, window, index
 
@@ -111,8 +109,6 @@ def test_a_slot_outside_the_pool_is_refused():
     with pytest.raises(InvalidBatch, match="slots 2 to 2 are not all in a pool of 2"):
         Planner(hybrid(), hybrid(), STATE).batch((), state=(((2, 0, 1),), *RUNS[1:]))
 
-
-# --- blocks --------------------------------------------------------------------------------------------------------
 
 SOURCE_PAGES, TARGET_PAGES = ((5, 2), (1, 1)), ((0, 1), (4, 2))
 
@@ -164,7 +160,6 @@ def test_pages_outside_the_pool_are_not_gathered(pages):
         blocks(2, 1)[0].gather(region(), pages, region())
 
 
-# --- writes --------------------------------------------------------------------------------------------------------
 # 8192 tokens are n pages of p tokens in G groups of neighbours, L layers: grouped, 2 L G descriptors (L G of latent
 # rows) in one call or in one for each plane; sliced, 2 L n p; page by page, 2 L n.
 

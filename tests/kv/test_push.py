@@ -275,9 +275,6 @@ def test_a_rank_that_refused_is_not_asked_again(position: int, asked: int):
     assert (refusing, other) == (asked, 2)
 
 
-# --- queues --------------------------------------------------------------------------------------------------------
-
-
 def served(count: int, *items: tuple[float, int, Any]) -> list[Any]:
     """Put *items*, each at a time under a key, into *count* queues, and return what ended when.
 
@@ -351,8 +348,6 @@ def test_an_event_that_fails_is_over_and_not_the_workers():
     clock.run()
     assert (ended, failed) == ([0.0, 2.0], [])
 
-
-# --- gather buffers ------------------------------------------------------------------------------------------------
 
 SIZE = 1000
 SLOW = replace(MACHINE, interconnect=replace(MACHINE.interconnect, rate=1000.0))  # a buffer takes a second

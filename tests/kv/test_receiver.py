@@ -103,8 +103,6 @@ def test_slots_are_disjoint_and_given_in_the_order_of_the_line():
         assert slots or not line
 
 
-# --- the receiver --------------------------------------------------------------------------------------------------
-
 SHAPE = KvShape(layers=2, heads=2, head_bytes=1 << 16)
 LAYOUT = KvLayout(SHAPE, tp=1, page_size=4, pages=8, slots=2)
 PAGE = 4 * 4 * (1 << 16)

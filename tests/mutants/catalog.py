@@ -117,9 +117,6 @@ def _replacement(original: Any, value: Any) -> Any:
     return lambda *arguments, **options: value(original, *arguments, **options)
 
 
-# --- which scenarios -----------------------------------------------------------------------------------------------
-
-
 def both_back(scenario: Scenario) -> bool:
     return {name.rstrip("0123456789.d") for name in scenario.restart} == {"prefill", "decode"}
 
@@ -149,9 +146,6 @@ def lost_and_back(side: str) -> Callable[[Scenario], bool]:
 def replicating(scenario: Scenario) -> bool:
     job = scenario.job
     return job.prefill.tp < job.shape.heads < job.decode.tp and not job.shape.latent_bytes
-
-
-# --- what is changed -----------------------------------------------------------------------------------------------
 
 
 def nothing(*_: Any) -> None:

@@ -144,9 +144,6 @@ class TestInChromium:
         assert browser.evaluate(shown) == light
 
 
-# --- figures as files ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_every_figure_is_a_file_the_same_each_time(folders):
     drawn = {name: figures(KeptRun(folders[name])) for name in ("run", "pulled", "transfer", "capacity")}

@@ -98,8 +98,6 @@ def test_a_run_from_a_kept_configuration_gives_the_same_result(tmp_path, pdsim_s
     assert again | {"folder": first["folder"]} == first
 
 
-# --- killed --------------------------------------------------------------------------------------------------------
-
 SERVED = ["hw=8xh200", "workload=poisson", "workload.count=60", "workload.rate=20", "workload.input_mean=300"]
 
 

@@ -130,8 +130,6 @@ def test_what_cannot_be_cached_is_refused():
         serve(configured(cache=PREFILL, memory="tracked"))
 
 
-# --- host memory ---------------------------------------------------------------------------------------------------
-
 SMALL = Kv(page_size=64, pool=20 * 64 * TOKEN)  # two prompts of eight pages, and four pages
 PCIE = replace(QUIET, gpu=replace(QUIET.gpu, pcie=1e9))
 

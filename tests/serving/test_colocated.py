@@ -148,9 +148,6 @@ def test_what_colocated_engines_do_not_do_is_refused():
         serve(configured(options=TOGETHER, workload=replace(GENERATED, aborts=0.5)))
 
 
-# --- growth, preemption, a prefix cache ----------------------------------------------------------------------------
-
-
 def test_growth_ends_where_pages_do_and_the_last_computes_again():
     (one, two), what, _ = served(TIGHT, {"decode_pages": 8}, engine=growing("recompute"))
     # both have 4 pages until the first token of a fifth is stored: 16 tokens after the first

@@ -54,9 +54,6 @@ def close(value: float) -> Any:
     return pytest.approx(value, abs=1e-9)
 
 
-# --- one request ---------------------------------------------------------------------------------------------------
-
-
 def test_a_pulled_request_takes_the_sum_of_its_terms():
     what, outcome, (row,) = run(VLLM, [Request(0.0, 100, 3)])
     (read,) = outcome.ranks["decode0.0"].transfers
@@ -188,9 +185,6 @@ def test_one_seed_gives_one_run_and_another_gives_another(engine: ServingEngine)
     assert first == again != other
 
 
-# --- memory --------------------------------------------------------------------------------------------------------
-
-
 def stepped(what: Deployment, rows: list[dict[str, Any]], requests: list[Request]) -> list[float]:
     """Return when each request ends, stepping token by token; pages are reserved and KV arrives as *rows* say."""
     page, size, retract = what.page_size, what.decode_pages, what.engine.preemption == "retract"
@@ -308,8 +302,6 @@ def test_reserved_tokens_keep_requests_out(reserved: int, waits: bool):
     one, two = run(replace(BARE, reserved_tokens=reserved), [Request(0.0, 48, 4)] * 2, kv=pool(8)).rows
     assert (two["reserved"] >= one["finished"]) == waits
 
-
-# --- the engines of conf/engine ------------------------------------------------------------------------------------
 
 SIZES = [128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768]  # tokens of the prompt
 FIRST_TOKEN = {  # ms from prefill's answer to decode's first token, medians of single requests on 2 x H200

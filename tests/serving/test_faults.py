@@ -48,9 +48,6 @@ def serve(requests: Sequence[Request], *arguments: Any, **changes: Any) -> Serve
     return simulate(requests, *arguments, **({"model": GQA, "memory": "tracked"} | changes), options=options)
 
 
-# --- instances that are lost ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("retries", "last"), [(1, "ok"), (0, "PeerLost")])
 def test_a_request_of_which_nothing_has_moved_is_served_by_another_instance(retries: int, last: str):
     # decode0 is lost while the last request waits there for pages; its prefill instance has not begun it
@@ -111,9 +108,6 @@ def test_a_rank_that_starts_again_at_once_is_noticed_by_its_enrolling():
     assert 0.5 + DETECTION < again[0]["arrived"] < 0.5 + DETECTION + 0.051
 
 
-# --- aborts and time limits ----------------------------------------------------------------------------------------
-
-
 def test_pages_in_quarantine_do_not_grow_so_none_are_kept_free_for_them():
     engine = ServingEngine(name="growing", memory="grow", reserved_tokens=512)
     small = {"hw": CRAWLING, "kv": replace(POOL, pool=50 * PAGE), "engine": engine}
@@ -172,9 +166,6 @@ def test_a_room_without_pages_at_decode_fails_at_its_limit():
     assert outcome.at_rest("prefill0.0", "decode0.0")
 
 
-# --- refusals ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -225,9 +216,6 @@ def stranger(rank: Any, receiver: str = "prefill0.0", payload: bytes = b"\x63wha
     _, refusal = yield rank.channel.receive()
     rank.channel.send(receiver, payload)
     return refusal[1:].decode()
-
-
-# --- the table -----------------------------------------------------------------------------------------------------
 
 
 def register(instance: str, index: int, started: int = 0, page_size: int = 16) -> RegisterRank:

@@ -67,9 +67,6 @@ def lindley(arrivals: list[float], services: np.ndarray) -> np.ndarray:
     return np.array(delays)
 
 
-# --- the queue is the one that theory knows ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("cv", [0.0, 1.0])
 def test_each_request_waits_as_lindleys_recursion_says(cv: float):
     config = queue(400, 60.0, cv=cv)
@@ -77,9 +74,6 @@ def test_each_request_waits_as_lindleys_recursion_says(cv: float):
     expected = lindley([request.arrival for request in requests], service(config, requests))
     assert waits(config) == pytest.approx(expected, abs=1e-12)
     assert expected.max() > 3 * service(config, requests).mean()
-
-
-# --- the closed form -----------------------------------------------------------------------------------------------
 
 
 def offered(what: Deployment, requests: Sequence[Request]) -> OfferedLoad:
@@ -143,9 +137,6 @@ def test_requests_all_at_once_offer_no_rate():
     assert offered_load(job(config, ServeOptions()), requests) is None
     with pytest.raises(ConfigError, match="requests that arrive at different times"):
         scaled(Workload(load=0.5), job(config, ServeOptions()), requests, 0)
-
-
-# --- scaled, cut and spread ----------------------------------------------------------------------------------------
 
 
 def test_scaling_by_thinning_keeps_times_and_meets_the_load_in_the_mean():
@@ -219,9 +210,6 @@ def test_warmup_and_cooldown_leave_the_latencies_of_the_middle():
     assert 0 < len(kept) < 40
     assert values(result)["ttft_avg_s"] == pytest.approx(np.mean(kept), rel=1e-12)
     assert values(result)["requests"] == 40
-
-
-# --- intervals and stationarity ------------------------------------------------------------------------------------
 
 
 def test_intervals_of_correlated_values_cover_what_they_estimate():

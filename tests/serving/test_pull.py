@@ -28,8 +28,6 @@ def serve(requests: Sequence[Request], *arguments: Any, **changes: Any) -> Serve
     return serve_with(requests, *arguments, **({"engine": PULL} | changes))
 
 
-# --- contents ------------------------------------------------------------------------------------------------------
-
 SIDES = [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4)]
 
 
@@ -72,9 +70,6 @@ def test_prefill_keeps_the_pages_until_they_are_read():
     assert two["started"] == pytest.approx(one["arrived"], abs=1e-3)
 
 
-# --- leases --------------------------------------------------------------------------------------------------------
-
-
 def test_heartbeats_keep_a_lease_as_long_as_the_read_takes():
     crawl = replace(CRAWLING, interconnect=replace(CRAWLING.interconnect, rate=1e5))  # 1.1 s, the lease is 0.4
     assert serve([LONG], hw=crawl, options={"deadline": 5.0}).statuses == ["ok"]
@@ -103,9 +98,6 @@ def test_a_lease_that_ends_fails_the_request_and_quarantines_its_pages_until_the
     assert outcome.at_rest("prefill0.0", "decode0.0")
     assert [message.room for message in silent if isinstance(message, Abort) and message.prefill] == [1]
     assert [message.room for message in silent if isinstance(message, TransferDone) and not message.reason] == [2]
-
-
-# --- ends ----------------------------------------------------------------------------------------------------------
 
 
 def test_pages_of_a_lost_reader_come_back_and_others_are_served():

@@ -80,8 +80,6 @@ def test_a_room_that_stays_unknown_is_given_up_at_the_first_answer_after_the_lim
     assert len(bench.lookup) == 0
 
 
-# --- in a job ------------------------------------------------------------------------------------------------------
-
 GROUPS = Side(tp=4, dp=4)
 
 

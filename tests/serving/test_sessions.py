@@ -88,9 +88,6 @@ def test_sessions_need_a_number_of_requests():
         load(replace(SESSIONS, count=None), 0, MODEL.context)
 
 
-# --- priorities, shedding, and what a router knows -----------------------------------------------------------------
-
-
 def test_a_higher_priority_is_computed_first():
     requests = [Request(0.0, 256, 2, priority=int(number == 3)) for number in range(4)]
     scheduler = SchedulerLimits(chunk=256, prefill_batch=1, decode_batch=8)

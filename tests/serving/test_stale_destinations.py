@@ -65,9 +65,6 @@ def test_a_room_that_was_given_up_stays_so(monkeypatch: pytest.MonkeyPatch):
     assert outcome.at_rest("prefill0.0", "decode0.0")
 
 
-# --- messages of incarnations that are over ------------------------------------------------------------------------
-
-
 def alone(program: str, *ranks: RankSpec, **arguments: Any) -> Outcome:
     """Run *program* of this file, given the job, beside *ranks*."""
     config = configured(Side(tp=2), model=GQA)

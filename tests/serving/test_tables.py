@@ -63,9 +63,6 @@ def lookup(model: Llm = DENSE, **others: Grid) -> Lookup:
     return Lookup(table(**others), model, model.heads, model.kv_heads)
 
 
-# --- curves --------------------------------------------------------------------------------------------------------
-
-
 def test_a_curve_is_interpolated_in_logarithms_and_flat_below():
     curve = Curve([10, 100, 1000], [1.0, 10.0, 1000.0], 1000, "x")
     assert [curve(size) for size in (1, 10, 50, 100, 300, 1000)] == pytest.approx([1, 1, 5, 10, 90, 1000])
@@ -93,9 +90,6 @@ def test_beyond_its_limit_it_is_the_part_given():
     alone = Curve([1, 100], [1.0, 100.0], 100, "one")
     batch = Curve([1, 10], [2.0, 20.0], 10, "two").times(2, alone.times(8))
     assert (batch(10), batch(50)) == pytest.approx((40.0, 400.0))
-
-
-# --- files ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_file_gives_back_times_and_gaps(tmp_path: Path):
@@ -143,9 +137,6 @@ def test_shipped_tables_are_small_and_each_is_named_by_a_choice():
         file = OmegaConf.load(tables.FOLDER / f"{name}.yaml")
         assert file.kernels.table == name
         assert file.kernels.gpu == tables.read(name).about["gpu"]
-
-
-# --- operators -----------------------------------------------------------------------------------------------------
 
 
 def test_a_wider_matrix_is_multiplied_in_parts():
@@ -201,9 +192,6 @@ def test_no_shipped_attention_exceeds_the_gpu(name, width, heads, kv_heads):
 def test_an_operator_without_a_table_is_refused():
     with pytest.raises(ConfigError, match=r"compute\.kernels\.table=t has no allreduce, but gemm"):
         lookup().allreduce(10, 2)
-
-
-# --- forwards ------------------------------------------------------------------------------------------------------
 
 
 def test_a_forward_by_a_table_is_the_sum_of_its_operators(monkeypatch: pytest.MonkeyPatch):

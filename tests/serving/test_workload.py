@@ -31,9 +31,6 @@ def mooncake(time: float | str, given: float = 10, wanted: int = 5) -> str:
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
 
-# --- traces --------------------------------------------------------------------------------------------------------
-
-
 def test_mooncake_timestamps_are_milliseconds_from_the_first_arrival(tmp_path: Path):
     requests = load(trace(tmp_path, mooncake(500), mooncake(500, 20), mooncake(1750)), 0, CONTEXT)
     assert [request[:3] for request in requests] == [(0.0, 10, 5), (0.0, 20, 5), (1.25, 10, 5)]
@@ -129,15 +126,9 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes | None, reas
         load(Workload(trace=str(path)), 0, CONTEXT)
 
 
-# --- embedded ------------------------------------------------------------------------------------------------------
-
-
 def test_the_embedded_trace_is_what_its_script_makes():
     path = Path(lines.__code__.co_filename).with_name("conversation_small.jsonl")
     assert path.read_text(encoding="utf-8").splitlines() == lines()
-
-
-# --- generated -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arrivals", ["poisson", "gamma", "bursty"])
@@ -180,8 +171,6 @@ def test_generated_arrivals_need_an_end():
     with pytest.raises(ConfigError, match=r"workload\.count"):
         load(Workload(arrivals="poisson"), 0, CONTEXT)
 
-
-# --- users who leave -----------------------------------------------------------------------------------------------
 
 GENERATED = Workload(arrivals="poisson", count=2000)
 

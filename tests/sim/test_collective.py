@@ -129,9 +129,6 @@ def test_alone_it_takes_what_the_closed_form_says(model, ranks):
     assert values(run(gather_in_turn, ranks, library))[0] == [pytest.approx(one, rel=1e-12) for one in expected]
 
 
-# --- pools ---------------------------------------------------------------------------------------------------------
-
-
 def grow(rank: Rank, names: list[str], sizes: list[int]) -> Program:
     """Reserve *sizes* in turn; return when each was there, or why not, growths, their seconds, and bytes in use."""
     group, ends = rank.group(names), []

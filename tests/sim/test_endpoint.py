@@ -110,9 +110,6 @@ def bench():
     return Bench()
 
 
-# --- transfers -----------------------------------------------------------------------------------------------------
-
-
 def test_a_transfer_succeeds_with_its_record_and_settles(bench):
     transfer = bench.write(label="chunk 0")
     assert bench.run() == [(2.75, "settled"), (2.75, "ok")]
@@ -138,9 +135,6 @@ def test_a_notification_arrives_with_the_bytes_and_is_acted_upon(wake, killed, n
     bench.write(notify=b"x")
     assert [note for note in bench.run() if note[1] == b"x"] == [(at, b"x") for at in notified]
     assert bench.b.buffer.read(0, 2) == b"kv"
-
-
-# --- deadlines -----------------------------------------------------------------------------------------------------
 
 
 def test_a_transfer_past_its_deadline_is_quarantined_until_it_lands(bench):
@@ -186,9 +180,6 @@ def test_deadlines_end_transfers(how, timeouts, expected):
     assert [event for event in bench.run() if event[1] != "settled"] == expected
     withdrawn = "model" in how and timeouts[1] is not None
     assert bench.b.buffer.read(100, 1) == (b"\0" if withdrawn else b"x")
-
-
-# --- lost peers ----------------------------------------------------------------------------------------------------
 
 
 def test_a_peer_is_lost_to_what_is_posted_before_and_noticed_after_deadlines(bench):
@@ -246,9 +237,6 @@ def test_a_killed_endpoint_never_reports_what_it_posted():
     bench.at(0.5, bench.a.endpoint.kill).at(1.0, bench.b.endpoint.kill)
     assert bench.run() == []
     assert (list(bench.a.records), bench.a.endpoint.quarantined) == ([], 0)
-
-
-# --- regions and peers ---------------------------------------------------------------------------------------------
 
 
 def test_a_region_withdrawn_by_the_peer_fails_the_transfer(bench):

@@ -13,8 +13,6 @@ from pdsim.sim.model import Model
 from pdsim.transfer import Batch, Region
 from tests.support.machines import engine, machine, run
 
-# --- programs ------------------------------------------------------------------------------------------------------
-
 
 def one(rank):
     for index in range(20):
@@ -109,8 +107,6 @@ def friend(rank):
     return collected
 
 
-# --- messages ------------------------------------------------------------------------------------------------------
-
 HELD = Faults(delayed=0.5, delay=1.0)
 
 
@@ -181,9 +177,6 @@ def test_a_rank_killed_in_a_pause_does_not_resume():
     assert [number for number, _ in of("one", found)] == list(range(5))
 
 
-# --- transfers -----------------------------------------------------------------------------------------------------
-
-
 def test_bytes_land_at_any_time_between_call_and_completion():
     read, landed = set(), set()
     for seed in range(12):
@@ -227,9 +220,6 @@ def test_a_transfer_reported_as_failed_may_have_moved_in_part(seed):
     assert there == "a" * landed + "\0" * (100 - landed)
 
 
-# --- slow ranks and links ------------------------------------------------------------------------------------------
-
-
 def test_a_slow_rank_computes_and_posts_slowly_for_a_while():
     slow = Faults(slow=(Slow("computer", 0.5, 2.5, 3.0),))
     assert run(computer, model=model(slow)).ranks["computer"].value == [1.0, 4.0, 5.0]
@@ -239,9 +229,6 @@ def test_a_slow_rank_computes_and_posts_slowly_for_a_while():
 def test_a_link_that_is_cut_carries_on_when_it_is_mended():
     (how, took), _ = written(Faults(squeezes=(Squeeze("node0/gpu0/nvlink.out", 0.0, 10.0, 0.0),)))
     assert (how, took + 0.5 + 0.125) == ("ok", pytest.approx(11.5, abs=0.2))  # its address took half a second
-
-
-# --- ranks ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_seed_draws_the_order_within_one_instant():
@@ -263,9 +250,6 @@ def test_keys_of_ranks_that_draw_the_same_order_differ():
     ranks = [RankClock(job, name) for name in "ab"]
     keys = [next(clock.numbers) for _ in range(3) for clock in (*ranks, job)]
     assert len(set(keys)) == len(keys)
-
-
-# --- mistakes ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

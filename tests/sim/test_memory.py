@@ -151,9 +151,6 @@ def test_contents_are_not_committed_before_they_are_written():
     assert DeviceMemory("gpu", 1 << 36, tracked=True).allocate(1 << 36, "default").size == 1 << 36  # 64 GiB
 
 
-# --- copies --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("copies", "ends"), [(1, [2.0 + LAUNCH]), (2, [4.0 + LAUNCH] * 2)])
 def test_copies_read_and_write_the_memory_and_contend(bench, copies, ends):
     bench.copy(*[bench.device] * copies)

@@ -92,9 +92,6 @@ def listener(rank):
     return heard
 
 
-# --- starts and ends -----------------------------------------------------------------------------------------------
-
-
 def test_a_rank_knows_who_and_where_it_is():
     value = run(idle, other).ranks["idle"].value
     assert value == {"name": "idle", "peers": ["other"], "device": "node0/gpu0", "engine": "model:test"}
@@ -178,9 +175,6 @@ def test_a_killed_rank_reports_no_transfer_under_way_and_frees_memory():
     assert ranks["other"].value == [6.0, 0]
 
 
-# --- what is reported ----------------------------------------------------------------------------------------------
-
-
 def test_links_and_pools_are_used_as_shares_of_the_whole():
     outcome = run((source, {"count": 4}), sink)
     share = 400 / outcome.seconds
@@ -200,9 +194,6 @@ def test_progress_is_called_now_and_then():
     outcome = run((source, {"count": STRIDE // 2}), sink, model=model)
     assert len(calls) == outcome.events // STRIDE + 1
     assert calls == sorted(calls)
-
-
-# --- samples -------------------------------------------------------------------------------------------------------
 
 
 def sampled(samples):

@@ -243,9 +243,6 @@ def test_the_events_of_a_transfer_do_not_depend_on_its_descriptors(descriptors, 
     assert bench.clock.scheduled() == events
 
 
-# --- several threads that post -------------------------------------------------------------------------------------
-
-
 SHORT, LONG = {"nbytes": 10, "descriptors": 8}, {"nbytes": 6000}
 THREADS = {  # how many, what they share, posts, changes of the engine, ends; 1000 bytes of a link of 1000 bytes/s
     "two that share nothing": (2, 0.0, [post(), post("b")], {}, [(4.5, "a"), (4.5, "b")]),
@@ -311,9 +308,6 @@ def test_ranks_of_one_gpu_share_what_the_engine_says(places, seconds):  # postin
     ]
     ranks = Model(machine(), replace(engine(cost(latency=0.0)), between=0.5)).run(specs).ranks
     assert [ranks[name].value for name in ("sends0", "sends1")] == [seconds, seconds]
-
-
-# --- copy engines --------------------------------------------------------------------------------------------------
 
 
 class Crossing:
@@ -432,9 +426,6 @@ def test_no_byte_is_lost_or_moved_twice_in_slices():
     assert crossing.play([(0, "ac ad " * 8)])[-1][0] == pytest.approx(16.0)
     carried = {link.name: link.carried for link in crossing.network.links}
     assert (carried["a"], carried["c"], carried["d"]) == pytest.approx((1600.0, 800.0, 800.0))
-
-
-# --- jitter --------------------------------------------------------------------------------------------------------
 
 
 def convoy(draws=None):

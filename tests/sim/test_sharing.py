@@ -172,9 +172,7 @@ def test_nonsense_is_refused(value):
         bench.network.path([foreign.links["foreign"]])
 
 
-# --- rounding: each of these once went wrong in a fluid model ------------------------------------------------------
-
-
+# Each of the following once went wrong in a fluid model, by rounding.
 def test_a_rest_of_capacity_below_zero_does_not_loop():
     """Sums of many rates leave -1e-17 of a full link, of which a new flow must not get a share."""
     bench = Bench(port=0.25)
@@ -231,9 +229,6 @@ def test_a_busy_path_keeps_its_digits():
     bench.run(until=3000.0)
     assert len(ends) == 4001
     assert ends[-1] - ends[-501] == pytest.approx(500.0, rel=1e-9)
-
-
-# --- work: seconds depend on the machine, events and paths touched do not ------------------------------------------
 
 
 @pytest.mark.parametrize(

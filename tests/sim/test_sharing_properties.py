@@ -187,9 +187,6 @@ def test_paths_that_come_later_find_the_rates_they_would_have_found_earlier(scen
     assert lazy.finish().ends == pytest.approx(eager.ends, rel=SLACK)
 
 
-# --- against a text-book solver (`benchmarks.sharing` compares with SimGrid) ---------------------------------------
-
-
 def fill(capacity, flows):
     """Progressive filling: all rates rise together, and a flow stops where its cap or a full link stops it."""
     left, rates, rising = list(capacity), {}, dict(flows)

@@ -198,8 +198,6 @@ def _qemu(image: Path, folder: Path, control: int, memory: int) -> list[str]:
     ]
 
 
-# --- its kernel and first files: made from Debian packages, kept in the user's cache ------------------------------
-
 INIT = Path(__file__).with_name("init")
 MODULES = ("virtio_pci", "virtio_net", "9pnet_virtio", "9p", "overlay", "ib_uverbs", "crc32_generic", "rdma_rxe")
 FOLDERS = ("bin", "dev", "lower", "modules", "proc", "root", "sys", "upper")

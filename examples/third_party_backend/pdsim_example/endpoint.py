@@ -63,8 +63,6 @@ class ExampleEndpoint(RealEndpoint):
         """Return True: a copy ends with the process that makes it."""
         return True
 
-    # --- memory and peers ------------------------------------------------------------------------------------------
-
     def pin(self, buffer: RealBuffer) -> None:
         """Take host memory; see `RealEndpoint.pin`."""
         if not isinstance(buffer, HostBuffer):
@@ -84,8 +82,6 @@ class ExampleEndpoint(RealEndpoint):
         if not description.isdigit():
             raise TransferFailed(f"{description!r} is no number of a process")
         return int(description)
-
-    # --- transfers -------------------------------------------------------------------------------------------------
 
     def post(self, transfer: PostedTransfer) -> None:
         """Copy; all is over when this returns."""

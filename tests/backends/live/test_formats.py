@@ -137,9 +137,6 @@ def test_both_halves_share_a_request_name_that_is_unique():
     assert seen[1][1]["kv_transfer_params"] == {"remote_request_id": f"cmpl-{first}-0"}
 
 
-# --- metrics -------------------------------------------------------------------------------------------------------
-
-
 def metrics(counts: tuple[int, int], total: float, counter: str, tokens: tuple[int, ...], running: int) -> Page:
     """Return a page of vLLM's with a histogram, a counter called *counter* by its type, and a gauge."""
     name, labels = "vllm:request_queue_time_seconds", 'engine="0",model_name="m"'
