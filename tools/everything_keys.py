@@ -62,6 +62,7 @@ def _parts(kind: Any) -> list[Any]:  # the types in the annotation "tuple[Ramp, 
 CONTEXTS = (
     "", "target=real hw=loopback", "hw=2x8xh20 backend=mooncake", "hw=link", "compute=h200_torch hw=8xh200",
     "target=live live.url=[http://localhost:8000]", "workload=poisson", "workload=sessions", "workload=bursty",
+    "workload=diurnal",
     "workload=gamma", "model=tiny-hybrid",
     "model=deepseek-v3 parallel=tp8 hw=2x8xh20 scheduler.memory_fraction=0.95",
     "hw=2x8xmi300x backend=mori", "hw=rdma_guest backend=nixl",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import numpy as np
 
@@ -24,13 +24,15 @@ from pdsim.core.progress import ShowProgress
 from pdsim.core.units import NotNegativeInt, Seconds, format_size
 from pdsim.kv.contents import EVERY
 from pdsim.kv.layout import Grid, KvShape
-from pdsim.kv.messages import ROUTER, rank_name
+from pdsim.kv.messages import ROUTER, instance_of, rank_name
 from pdsim.kv.policy import Staging
 from pdsim.models.llm import Side
 from pdsim.results.record import Result
+from pdsim.serving import failures
 from pdsim.serving.deployment import CpGather, Deployment, colocated_places, pages_per_rank, places
 from pdsim.serving.load import OfferedLoad, offered_load, scaled
 from pdsim.serving.requests import Request, RequestLog, RequestTable, request_columns
+from pdsim.serving.settings import Failures
 from pdsim.serving.workload import draw
 from pdsim.sim.model import Model
 from pdsim.transfer.job import Outcome, Place, RankResult, RankSpec
@@ -65,6 +67,9 @@ class ServeOptions(ExperimentOptions):
     retries: NotNegativeInt = (
         3  # assumed: restarts of a request of which no byte had moved when an instance was lost
     )
+    # times that a user sends a request again which failed; it is computed from the beginning, as by vLLM and SGLang
+    client_retries: NotNegativeInt = 0
+    client_wait: Seconds = 1.0  # from the failure until then
     bootstrap_timeout: Seconds = 0.0  # of a room at prefill, for its pages at decode; 0: none (SGLang: 300 s)
     waiting_timeout: Seconds = 0.0  # from then until all of it has arrived; 0: none (SGLang: 300 s)
 
@@ -103,10 +108,31 @@ def run(config: Config, target: Any, progress: ShowProgress) -> Result:
     check_fits(what, requests)
     check_contents(config, what, requests)
     progress(0.0, f"serving {len(requests)} requests", 1.0)
-    outcome = target.run(specs(config, what, requests))
+    outcome = _run(config, what, requests, target)
     progress(1.0, "")
     served = result(config, what, requests, outcome, offered)
     return replace(served, notes=[*load, *drawn.notes, *served.notes])
+
+
+def _run(config: Config, what: Deployment, requests: RequestTable, target: Any) -> Outcome:
+    ranks = specs(config, what, requests)
+    lost = _failures(config, what, requests)
+    if not lost:
+        return cast("Outcome", target.run(ranks))
+    down = [[each.at, each.until] for each in lost if not each.ranks]
+    ranks[0] = replace(ranks[0], arguments={**ranks[0].arguments, "outages": down})
+    return cast("Outcome", target.run(ranks, *failures.kills(lost)))
+
+
+def _failures(config: Config, what: Deployment, requests: RequestTable) -> list[failures.Failure]:
+    # With data-parallel attention the groups of an engine are instances by themselves.
+    if config.failures == Failures():
+        return []
+    sides = ((what.prefills, what.prefill_dp), (what.decodes, what.decode_dp))
+    engines = {one: f"{number // dp} {one[:7]}" for side, dp in sides for number, one in enumerate(side)}
+    ranks = specs(config, what, ())[1:]
+    last = float(requests.arrival.max())
+    return failures.drawn(config.failures, ranks, lambda name: engines[instance_of(name)], config.seed, last)
 
 
 def on_model(config: Config, what: Deployment, requests: Sequence[Request]) -> Result:
@@ -117,7 +143,7 @@ def on_model(config: Config, what: Deployment, requests: Sequence[Request]) -> R
     check_fits(what, requests)
     check_contents(config, what, requests)
     model = Model(config.hw, config.backend, memory=config.memory, seed=config.seed, collective=config.collective)
-    return result(config, what, requests, model.run(specs(config, what, requests)))
+    return result(config, what, requests, _run(config, what, RequestTable.of(requests), model))
 
 
 def partial(config: Config, ended: Iterable[bytes], transfers: Iterable[bytes]) -> Result | None:
@@ -244,6 +270,8 @@ def _job(config: Config, options: ServeOptions) -> Deployment:
         checked=EVERY if config.kv.checked is None else config.kv.checked,
         kv_dtype=config.model.element,
         retries=options.retries,
+        asks=options.client_retries,
+        asks_after=options.client_wait,
         bootstrap_timeout=options.bootstrap_timeout,
         waiting_timeout=options.waiting_timeout,
         engine=config.engine,
@@ -389,8 +417,12 @@ def result(
         columns["priority"] = ArrayColumn(requests.priority)
     if ended:
         columns = rows(columns, tables.with_status(columns, bool))
-    failures = [f"{name}: {_line(rank)}" for name, rank in outcome.ranks.items() if rank.error]
-    failures += tables.failed(columns)
+    fallen = _failures(config, what, requests)
+    # what fails because the configuration says so is counted, and is no failure of the run
+    bad = {ROUTER: router} if fallen else outcome.ranks
+    failed = [f"{name}: {_line(rank)}" for name, rank in bad.items() if rank.error]
+    failed += [] if fallen else tables.failed(columns)
+    more = tables.of_failures(fallen, value.get("changes", ()), columns, value.get("sent_again", (0, 0)))
     return Result(
         summary=[
             *tables.metrics(columns, config.workload, config.slo, outcome),
@@ -398,12 +430,17 @@ def result(
             *tables.load_metrics(offered),
             *tables.prefix_metrics(requests, what),
             *tables.cache_metrics(columns),
+            *more[0],
         ],
-        tables=tables.tables(columns, config.workload, outcome, taken),
+        tables=[*tables.tables(columns, config.workload, outcome, taken), *more[1]],
         requests=columns,
         transfers=joined(rank.transfers for rank in outcome.ranks.values()),
-        failures=failures,
-        notes=tables.notes(columns, config.workload, what, outcome, len(requests)) + tables.path_notes(outcome),
+        failures=failed,
+        notes=[
+            *more[2],
+            *tables.notes(columns, config.workload, what, outcome, len(requests)),
+            *tables.path_notes(outcome),
+        ],
         outcome=outcome,
         offered_load=None if offered is None else offered.plain(config.workload),
         start=value["start"],

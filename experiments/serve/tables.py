@@ -22,6 +22,7 @@ from pdsim.kv.plan import PATHS
 from pdsim.results.record import Metric, Table, distribution, intervals, mean, percentile, trend
 from pdsim.serving.block_manager import hit_share
 from pdsim.serving.deployment import Deployment
+from pdsim.serving.failures import Failure, recoveries
 from pdsim.serving.load import OfferedLoad
 from pdsim.serving.requests import HASHED, Request
 from pdsim.serving.settings import Slo, Workload
@@ -182,6 +183,44 @@ def metrics(table: Columns, workload: Workload, slo: Slo, outcome: Outcome) -> l
         rule = "highest use of a memory pool / its limit"
         summary.append(Metric("pool_peak_max", max(outcome.pools.values()), rule))
     return summary
+
+
+def of_failures(
+    lost: Sequence[Failure], changes: Sequence[tuple[float, str, str]], table: Columns, sent_again: Sequence[int]
+) -> tuple[list[Metric], list[Table], list[str]]:
+    """Return metrics, a table and a line about the failures *lost*; nothing without any.
+
+    *changes* are those of the router's membership, from the start of the workload; *sent_again* is how often it sent
+    a request again, and how often users did.
+    """
+    if not lost:
+        return [], [], []
+    fallen = recoveries(lost, changes)
+    noticed, back = (mean([at for at in column if at is not None]) for column in zip(*fallen, strict=True))
+    by_router, by_users = sent_again
+    metrics = [
+        Metric("failures", len(lost), "failures of nodes, GPUs and the router (failures)"),
+        Metric("failure_notice_s", noticed, "mean time from a failure until the router knows"),
+        Metric("failure_recovery_s", back, "mean time from a failure until all that it ended serves again"),
+        Metric("sent_again", by_router, "times that the router sent a request again (experiment.retries)"),
+        Metric("asked_again", by_users, "times that a user sent a request again (experiment.client_retries)"),
+    ]
+    columns = {
+        "failed": "what",
+        "at s": "from the start of the job",
+        "instances": "that it ended",
+        "noticed s": "from then until the router knows",
+        "recovered s": "from then until all instances serve again, if they do before the end",
+    }
+    rows = [[one.what, one.at, ", ".join(one.instances), *two] for one, two in zip(lost, fallen, strict=True)]
+    gone = int((with_status(table, lambda word: word != "ok" and not _shed(word)) & ~_gone(table)).sum())
+    times = ["never" if each is None else format_time(float(f"{each:.3g}")) for each in (noticed, back)]
+    note = (
+        f"failures: {len(lost)} ({', '.join(one.what for one in lost[:3])}{', ...' if lost[3:] else ''}), noticed "
+        f"after {times[0]} and recovered after {times[1]} on average; {gone} requests lost, {by_router} sent again "
+        f"by the router, {by_users} by users"
+    )
+    return metrics, [Table("Failures", columns, rows)], [note]
 
 
 def _share(table: Columns, phase: str) -> float | None:

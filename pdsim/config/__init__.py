@@ -32,7 +32,17 @@ from pdsim.hardware.costs import Collective, Engine, EngineModel, Jitter, Option
 from pdsim.hardware.machine import EVIDENCE, Machine
 from pdsim.kv.policy import Policy
 from pdsim.models.llm import Llm, Parallel
-from pdsim.serving.settings import ELSEWHERE, Cache, Kv, Live, SchedulerLimits, ServingEngine, Slo, Workload
+from pdsim.serving.settings import (
+    ELSEWHERE,
+    Cache,
+    Failures,
+    Kv,
+    Live,
+    SchedulerLimits,
+    ServingEngine,
+    Slo,
+    Workload,
+)
 
 
 def _address(text: object) -> str:
@@ -131,6 +141,7 @@ class Config:
     collective: Collective | None = None  # what groups of ranks gather with
     launch: Launch = field(default_factory=Launch)
     slo: Slo = field(default_factory=Slo)
+    failures: Failures = field(default_factory=Failures)
     check: Check = field(default_factory=Check)
     live: Live = field(default_factory=Live)  # the servers of target=live
     # of the model: the host's part of a transfer, as a multiple of the calibrated one's

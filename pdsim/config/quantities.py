@@ -73,6 +73,7 @@ BOUNDS: tuple[tuple[str, float, float, float], ...] = (
     ("workload.speed", 1e-6, 1.0, 1e6),
     ("workload.load", 0, 0.7, 20.0),
     ("time:workload.*", 1e-6, 10.0, _MONTH),
+    ("workload.peak", 1, 4, 1000),
     ("workload.burst", 1, 4, 1e6),
     ("workload.*cv", 1e-6, 1.0, 100.0),
     ("workload.*_mean", 1, 1000, 10**9),
@@ -89,6 +90,7 @@ BOUNDS: tuple[tuple[str, float, float, float], ...] = (
     ("compute.scale", 1e-9, 1.0, 1000.0),
     ("slo.ttft", 1e-6, 1.0, _DAY),
     ("slo.tpot", 1e-9, 0.03, 3600.0),
+    ("time:failures.*", 1e-3, 86400.0, 1e10),
     ("experiment.deadline", 1e-3, 60.0, _MONTH),
     ("experiment.*timeout", 1e-6, 60.0, _MONTH),
 )

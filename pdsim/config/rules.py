@@ -23,7 +23,7 @@ from pdsim.kv.policy import Policy
 from pdsim.models.llm import DTYPES, Llm, Parallel, Side
 from pdsim.serving.deployment import colocated_places, places, staging_problems
 from pdsim.serving.policies import handoff_of
-from pdsim.serving.settings import Live, Workload
+from pdsim.serving.settings import Failures, Live, Workload
 from pdsim.transfer.job import Place
 
 
@@ -234,6 +234,11 @@ def _general(config: Config, experiment: Any) -> Iterator[str]:
         yield f"experiment={name} does not run on target={config.target}; use target={' or target='.join(able)}"
     if config.target == "model" and config.launch != Launch():
         yield "launch sets options of processes, and target=model starts none; set target=real or leave launch out"
+    if config.failures != Failures():
+        if config.target != "model" or getattr(config.experiment, "colocated", False):
+            yield "failures are drawn for prefill and decode instances of target=model only; leave failures out"
+        elif config.workload.arrivals == "sessions" and config.workload.trace is None:
+            yield "failures need arrivals whose end is known, not workload=sessions; choose another workload"
     router, routers = getattr(config.experiment, "router", ""), plugins.names(plugins.ROUTERS)
     if router and router not in routers:
         yield f"experiment.router={router} is provided by no installed package; {instead(router, routers)}"
@@ -372,12 +377,13 @@ def _gpus_here(vendor: str) -> int:
     return gpu_count() if vendor == "nvidia" else sum(node.read_text().strip() not in ("", "0") for node in nodes)
 
 
-_GENERATED = ("poisson", "gamma", "bursty", "sessions")
+_GENERATED = ("poisson", "gamma", "bursty", "diurnal", "sessions")
 _DRAWN = ("rate", "input_mean", "input_cv", "output_mean", "output_cv", "ramp")
 _USES = {
     **dict.fromkeys(_DRAWN, _GENERATED),
     "cv": ("gamma",),
     **dict.fromkeys(("burst", "burst_length"), ("bursty",)),
+    **dict.fromkeys(("day", "peak"), ("diurnal",)),
     **dict.fromkeys(("speed", "jitter"), ("embedded",)),
     **dict.fromkeys(("users", "turns", "think", "shared"), ("sessions",)),
 }

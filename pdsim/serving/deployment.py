@@ -89,6 +89,8 @@ class Deployment:
     checked: int = EVERY  # the last room whose contents are written and compared, where memory has any
     kv_dtype: str = "bf16"  # of an element of KV
     retries: int = 0  # how often a request is started anew of which no byte had moved when an instance was lost
+    asks: int = 0  # how often a user sends a request again that failed
+    asks_after: float = 0.0  # seconds from the failure until then
     bootstrap_timeout: float = 0.0  # seconds that a room may wait at prefill for its pages at decode; 0 is for ever
     query_dp: bool = False  # decode asks the bootstrap service which group of an engine has a room
     waiting_timeout: float = 0.0  # seconds from then until all of it has arrived; 0 is for ever

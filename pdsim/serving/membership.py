@@ -211,6 +211,7 @@ class Membership:
         self.directory: ExpiringMap[str] = ExpiringMap(process.clock, KNOWN)
         self.instances = (*job.prefills, *job.decodes)
         self.last_heard = {name: process.clock.now for instance in self.instances for name in job.ranks(instance)}
+        self.changes: list[tuple[float, str, str]] = []  # seconds on the clock, instance, and "formed" or "lost"
         self._process = process
         self._job = job
         self._changed = changed
@@ -267,6 +268,7 @@ class Membership:
             self._lose(message.instance, f"PeerLost: {sender} was started again")
         self.last_heard[sender] = self._process.clock.now
         if self.registry.register(message):
+            self.changes.append((self._process.clock.now, message.instance, "formed"))
             self._changed()
 
     def _locate(self, sender: str, message: RoomQuery) -> None:
@@ -277,6 +279,8 @@ class Membership:
         registry, job = self.registry, self._job
         incarnation, formed = registry.current(instance), registry.formed(instance)
         until = registry.lose(instance)
+        if formed:
+            self.changes.append((self._process.clock.now, instance, "lost"))
         for name in job.ranks(instance):
             self.last_heard.pop(name, None)
         self._process.send(job.ranks(instance), Gone(incarnation, reason, until))

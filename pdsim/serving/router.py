@@ -44,6 +44,12 @@ from pdsim.transfer import Program
 from pdsim.transfer.job import Rank
 
 
+_FINAL = "ok", "Aborted", "Shed"
+"""Beginnings of statuses after which no user sends a request again."""
+
+_ROUTER_LOST = "RouterLost: the router failed"
+
+
 @dataclass(slots=True)
 class RoutedRequest:
     """A request under way, at the router; *status* is set once, when it is over.
@@ -68,6 +74,8 @@ class RoutedRequest:
     prefilled: bool = False
     expected: int = 0  # tokens of its output that are counted
     outstanding: tuple[int, int, int] = (0, 0, 0)  # tokens counted at prefill, at decode, and on the way there
+    asked_again: int = 0  # by its user, after a failure
+    before: int = 0  # tries until then
     lost: str = ""  # why it cannot go on; its other instance is asked whether it can be sent again
     asked: str = ""  # the leader of that instance
     status: str = ""  # "" while it is under way
@@ -77,6 +85,12 @@ class RoutedRequest:
         """Return the message that sends this request to its two instances."""
         hints = RequestHints(self.blocks, self.priority) if self.blocks or self.priority else None
         return Submit(self.room, self.input, self.output, self.prefill, self.decode, hints)
+
+    def put(self, log: RequestLog) -> None:
+        """Set its row of *log*, if it has one."""
+        if self.number < len(log):
+            prefill, decode = instance_of(self.prefill), instance_of(self.decode)
+            log.put(self.number, prefill, decode, self.nbytes, self.status, self.finished)
 
 
 class Arrivals:
@@ -136,6 +150,12 @@ class Arrivals:
             follower.arrival = self.times[number] = arrival - self.start
             clock.call_at(arrival, lambda request: self._process.guard(self._arrive_later, request), follower)
 
+    def again(self, request: RoutedRequest, seconds: float) -> None:
+        """Let *request* arrive once more, so many *seconds* from now."""
+        self._later += 1
+        at = self._process.clock.now + seconds
+        self._process.clock.call_at(at, lambda request: self._process.guard(self._arrive_later, request), request)
+
     def request(self, number: int) -> RoutedRequest:
         """Return request *number*, a new object each time."""
         table = self._table
@@ -175,15 +195,17 @@ def program(
     job: Mapping[str, Any],
     requests: Sequence[Sequence[Any]],
     leaves: Sequence[Sequence[float]] = (),
+    outages: Sequence[Sequence[float]] = (),
 ) -> Program:
     """Serve *requests*, a `RequestTable` or its rows, and return what became of each.
 
     *job* is `Deployment.plain`.  *leaves* are users who leave whatever their request says: its number, and how many
-    seconds after its arrival.  The value has ``start``, when the first could have arrived; ``rows``, a
-    `RequestLog`; how many messages were ``ignored``; ``open_rooms``; and with *after* the ``arrivals`` as they
-    turned out.
+    seconds after its arrival.  *outages* are when the router itself fails and works again, in seconds from the start
+    of the job.  The value has ``start``, when the first could have arrived; ``rows``, a `RequestLog`; how many
+    messages were ``ignored``; ``open_rooms``; ``sent_again``, how often a request was by the router and by its user;
+    ``changes``, those of `Membership`; and with *after* the ``arrivals`` as they turned out.
     """
-    return (yield from Router(rank, Deployment.from_plain(job), requests, leaves).run())
+    return (yield from Router(rank, Deployment.from_plain(job), requests, leaves, outages).run())
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -208,7 +230,7 @@ class Router(RankProcess):
                     lost ──► closed "PeerLost: ..."
 
     A user who leaves, a failure that an instance reports and a loss close a request early; both instances are then
-    told to abort it.
+    told to abort it.  Its user may send it again (`Deployment.asks`): it is then computed from the beginning.
     """
 
     def __init__(
@@ -217,6 +239,7 @@ class Router(RankProcess):
         job: Deployment,
         requests: Sequence[Sequence[Any]],
         leaves: Sequence[Sequence[float]] = (),
+        outages: Sequence[Sequence[float]] = (),
     ) -> None:
         super().__init__(rank, job)
         table = RequestTable.of(requests)
@@ -241,6 +264,10 @@ class Router(RankProcess):
         rank.counts(lambda: self.generated[0], self.count)
         self._rooms: dict[int, RoutedRequest] = {}  # those that are under way
         self._born = self.clock.now
+        self._outages = outages  # of the router itself
+        self._sent_again = [0, 0]  # how often by the router, and by users
+        for at, _ in outages:
+            self.clock.call_at(at, lambda _: self._fail_all(_ROUTER_LOST), None)
         self.handlers |= {
             Pong: self._pong,
             RoomLocations: self._located,
@@ -253,12 +280,14 @@ class Router(RankProcess):
     def report(self) -> dict[str, Any]:
         """Return the start, the rows, how many messages came too late, and how many rooms are open."""
         for request in self._rooms.values():
-            self._log(request)
+            request.put(self.log)
         value: dict[str, Any] = {
             "start": self.start,
             "rows": self.log,
             "ignored": self.ignored,
             "open_rooms": len(self._rooms),
+            "sent_again": self._sent_again,
+            "changes": self.membership.changes,
         }
         return value if self.arrivals.times is None else value | {"arrivals": self.arrivals.times}
 
@@ -273,9 +302,7 @@ class Router(RankProcess):
             if self.membership.owes(asked):
                 self._moved = self.clock.now
             if self.clock.now - self._moved > self._patience:
-                for request in tuple(self._rooms.values()):
-                    reason = f"Stalled: no request and no write got anywhere for {self._patience:g} s"
-                    self.guard(self._fail, request, reason)
+                self._fail_all(f"Stalled: no request and no write got anywhere for {self._patience:g} s")
 
     def refuse(self, sender: str, reason: str) -> None:
         """As `RankProcess.refuse`; the instance of *sender* is lost."""
@@ -299,7 +326,10 @@ class Router(RankProcess):
             self.arrivals.begin(self.start)
 
     def _arrive(self, request: RoutedRequest) -> None:
-        if request.patience is not None:
+        if request.status:  # its user left before sending it again
+            self._stop_if_done()
+            return
+        if request.patience is not None and not request.asked_again:
             self.clock.call_at(self.start + request.arrival + request.patience, self._leave, request)
         self._submit(request)
 
@@ -308,6 +338,9 @@ class Router(RankProcess):
         # tokens outstanding or more, unless it has a priority.
         request.room = 1 + request.number + request.tries * self.count
         self._rooms[request.room] = request
+        if any(at <= self.clock.now < until for at, until in self._outages):
+            self._close(request, _ROUTER_LOST)
+            return
         pair = self.registry.choose(request.room, request.input, request.blocks)
         if pair is None:
             self._close(request, f"PeerLost: no {self.registry.missing()} instance is left")
@@ -397,18 +430,32 @@ class Router(RankProcess):
         request = self._rooms.get(message.room)
         if request is None or sender != request.asked:
             return
-        if not message.untouched or request.tries > self.job.retries:
+        if not message.untouched or request.tries - request.before > self.job.retries:
             self._close(request, request.lost)
             return
+        self._sent_again[0] += 1
+        self._forget(request)
+        self._submit(request)
+
+    def _forget(self, request: RoutedRequest) -> None:
+        # End its room; it can be sent out again.
         self._count(request, over=True)
         del self._rooms[request.room]
         self.membership.directory.pop(request.room)
         request.lost = request.asked = ""
         request.answered = request.prefilled = False  # both may be set, of no bytes
-        self._submit(request)
+
+    def _fail_all(self, reason: str) -> None:
+        for request in tuple(self._rooms.values()):
+            self.guard(self._fail, request, reason)
 
     def _leave(self, request: RoutedRequest) -> None:
-        if not request.status and request.finished is None and not self.has_ended:
+        if request.status or request.finished is not None or self.has_ended:
+            return
+        if request.room not in self._rooms:  # it waits to be sent again
+            self._rooms[request.room] = request
+            self._close(request, f"Aborted: the user left after {request.patience:g} s")
+        else:
             self._fail(request, f"Aborted: the user left after {request.patience:g} s")
 
     def _find(self, room: int) -> RoutedRequest | None:
@@ -431,21 +478,23 @@ class Router(RankProcess):
                 self.send(leader(incarnation), Abort(request.room))
 
     def _close(self, request: RoutedRequest, status: str) -> None:
+        if request.asked_again < self.job.asks and not status.startswith(_FINAL):
+            request.asked_again += 1
+            self._sent_again[1] += 1
+            self._forget(request)
+            request.nbytes, request.before = 0, request.tries
+            self.arrivals.again(request, self.job.asks_after)
+            return
         request.status = status
         if status == "ok":
             self.generated = self.generated[0] + 1, self.generated[1] + request.output
         self._moved = self.clock.now
-        self._log(request)
+        request.put(self.log)
         del self._rooms[request.room]
         self.membership.directory.pop(request.room)
         self._count(request, over=True)
         self.arrivals.follow(request)
         self._stop_if_done()
-
-    def _log(self, request: RoutedRequest) -> None:
-        if request.number < len(self.log):
-            prefill, decode = instance_of(request.prefill), instance_of(request.decode)
-            self.log.put(request.number, prefill, decode, request.nbytes, request.status, request.finished)
 
     def _count(self, request: RoutedRequest, over: bool = False) -> None:
         # The load that policies balance: prefill has a prompt until it has answered, decode has prompt and expected

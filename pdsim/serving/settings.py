@@ -38,7 +38,7 @@ class Workload:
     """
 
     trace: str | None = None
-    arrivals: Annotated[str, "one of embedded, poisson, gamma, bursty, sessions"] = "embedded"
+    arrivals: Annotated[str, "one of embedded, poisson, gamma, bursty, diurnal, sessions"] = "embedded"
     count: PositiveInt | None = None  # at most so many requests; None is all of a trace
     skip: Seconds = 0.0  # of arrivals that are left out, before any scaling
     seconds: Seconds = 0.0  # of arrivals that are kept after those, before any scaling; 0 is all
@@ -59,6 +59,8 @@ class Workload:
     priority: Share = 0.0  # share of requests of priority 1, which are never shed; the others have 0
     burst: Annotated[float, "> 1"] = 4.0  # rate of a burst over the mean rate, for bursty
     burst_length: Annotated[Seconds, "> 0"] = 10.0  # mean length of a burst
+    day: Annotated[Seconds, "> 0"] = 86400.0  # of diurnal arrivals, which begin at their lowest rate
+    peak: Annotated[float, ">= 1"] = 4.0  # highest rate of a day over its lowest, for diurnal
     input_mean: Annotated[Count, "> 0"] = 2048.0  # tokens
     input_cv: NotNegative = 1.0
     output_mean: Annotated[Count, "> 0"] = 256.0
@@ -196,6 +198,23 @@ class Slo:
 
     ttft: Annotated[Seconds, "> 0"] = 5.0
     tpot: Annotated[Seconds, "> 0"] = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureRate:
+    """How often something fails, and for how long."""
+
+    every: Seconds = 0.0  # mean time between two such failures in the whole deployment, exponential; 0: never
+    repair: Annotated[Seconds, "> 0"] = 600.0  # from a failure until what it ended runs again, weights loaded
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failures:
+    """What fails while requests are served (`pdsim.serving.failures`)."""
+
+    node: FailureRate = field(default_factory=FailureRate)  # all engines with a rank on it
+    gpu: FailureRate = field(default_factory=FailureRate)  # the engine with a rank on it
+    router: FailureRate = field(default_factory=FailureRate)  # what is under way, and what arrives meanwhile
 
 
 @dataclass(frozen=True, kw_only=True)

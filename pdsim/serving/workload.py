@@ -288,6 +288,7 @@ def _arrivals(workload: Workload, seed: int) -> Floats:
     count = workload.count or math.ceil(workload.rate * end) + 1
     while True:
         arrivals = _ramped(np.cumsum(_gaps(workload, seed, count)), workload.ramp)
+        arrivals = _diurnal(arrivals, workload) if workload.arrivals == "diurnal" else arrivals
         enough = workload.count and int(np.sum(arrivals >= workload.skip)) >= workload.count
         if enough or (workload.seconds and arrivals[-1] >= end):
             return arrivals
@@ -298,6 +299,19 @@ def _ramped(arrivals: Floats, ramp: float) -> Floats:
     if not ramp:
         return arrivals
     return np.where(arrivals < ramp / 2, np.sqrt(2 * ramp * arrivals), arrivals + ramp / 2)
+
+
+_STEPS = 4096
+"""In a day, within each of which the rate of diurnal arrivals stays the same."""
+
+
+def _diurnal(arrivals: Floats, workload: Workload) -> Floats:
+    # Arrivals at the mean rate, moved so that the rate is a sine over the day, lowest at its begin.
+    swing = (workload.peak - 1) / (workload.peak + 1)
+    share = np.linspace(0.0, 1.0, _STEPS + 1)  # of a day, by which this share of its requests has come:
+    come = share - swing * np.sin(2 * np.pi * share) / (2 * np.pi)
+    days, within = np.divmod(arrivals / workload.day, 1.0)
+    return (days + np.interp(within, come, share)) * workload.day
 
 
 _BLOCK = 1 << 20
@@ -311,7 +325,7 @@ def _drawn(draw: Callable[[int], Floats], count: int) -> Floats:
 def _gaps(workload: Workload, seed: int, count: int) -> Floats:
     random = stream(seed, "workload.arrivals")
     mean = 1 / workload.rate
-    if workload.arrivals in ("poisson", "sessions"):
+    if workload.arrivals in ("poisson", "diurnal", "sessions"):
         return _drawn(lambda size: random.exponential(mean, size), count)
     if workload.arrivals == "gamma":
         shape = workload.cv**-2

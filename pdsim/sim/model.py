@@ -79,19 +79,23 @@ class Model:
     def run(
         self,
         ranks: Sequence[RankSpec],
-        kill: Mapping[str, float] | None = None,
-        restart: Mapping[str, float] | None = None,
+        kill: Mapping[str, float | Sequence[float]] | None = None,
+        restart: Mapping[str, float | Sequence[float]] | None = None,
     ) -> Outcome:
-        """Run *ranks* until all have ended; see `pdsim.transfer.job.Target`.
+        """Run *ranks* until all have ended; see `pdsim.transfer.job.Target`.  A rank may have several times here.
 
         A program that raises ends its own rank only.  When nothing is scheduled any more, the ranks that still wait
         end with an error.  Raise a `ConfigError` for a name that occurs twice or is not there, a place that the
         machine does not have, or a program that cannot be imported.
         """
-        return _ModelJob(self, ranks, kill or {}, restart or {}).run()
+        return _ModelJob(self, ranks, _times(kill or {}), _times(restart or {})).run()
 
     def using(self, engine: Engine) -> Model:
         return replace(self, engine=engine)
+
+
+def _times(moments: Mapping[str, float | Sequence[float]]) -> dict[str, Sequence[float]]:
+    return {name: at if isinstance(at, Sequence) else (at,) for name, at in moments.items()}
 
 
 class JobJournal(Protocol):
@@ -127,9 +131,14 @@ class _Records:
 
 class _ModelJob:
     def __init__(
-        self, model: Model, specs: Sequence[RankSpec], kill: Mapping[str, float], restart: Mapping[str, float]
+        self,
+        model: Model,
+        specs: Sequence[RankSpec],
+        kill: Mapping[str, Sequence[float]],
+        restart: Mapping[str, Sequence[float]],
     ) -> None:
-        ranks_named([spec.name for spec in specs], kill=kill, restart=restart)
+        for what, times in (("kill", kill), ("restart", restart)):
+            ranks_named([spec.name for spec in specs], **{what: {name: min(at) for name, at in times.items()}})
         self._specs = {spec.name: (spec, _load(spec)) for spec in specs}
         faults, jitter = model.faults, model.jitter
         shuffled = faults is not None and faults.shuffle
@@ -153,10 +162,10 @@ class _ModelJob:
         self._results: dict[str, RankResult] = {}
         for name in self._specs:
             self._start(name)
-        for name, at in kill.items():
-            self._at(at, self._kill, name)
-        for name, at in restart.items():
-            self._at(at, self._restart, name)
+        for times, then in ((kill, self._kill), (restart, self._restart)):
+            for name, moments in times.items():
+                for at in moments:
+                    self._at(at, then, name)
         if isfinite(model.limit):
             self._at(
                 model.limit, self._end_all, "Overrun", f"still run after {model.limit:g} s, the limit of the model"

@@ -21,7 +21,7 @@ from pdsim.serving.router import Router
 
 _NOT_STATE = frozenset(
     {"rank", "job", "clock", "handlers", "layout", "requests", "log", "fallbacks", "_over"}
-    | {"host", "posts", "_variation", "hits", "host_hits"}
+    | {"host", "posts", "_variation", "hits", "host_hits", "changes"}
 )
 """Attributes that are not counted: not the protocol's own, statistics, drawn ahead, or remembered for longer than a
 scenario lasts (`pdsim.kv.rooms.OVER`)."""

@@ -159,6 +159,18 @@ def test_bursts_come_at_their_multiple_of_the_mean_rate():
     assert drawn.std() / drawn.mean() > 2.0
 
 
+def test_diurnal_arrivals_peak_at_noon_as_high_as_asked_for():
+    day = Workload(arrivals="diurnal", count=40_000, rate=10.0, day=1000.0, peak=3.0)
+    counts, _ = np.histogram([request.arrival for request in load(day, 0, CONTEXT)], range(0, 4001, 100))
+    hours = counts.reshape(4, 10).mean(axis=0) / 100.0
+    # a tenth of a day at the trough and at noon, where the rates are 5 and 15 a second
+    assert hours[[0, 9]].mean() == pytest.approx(10 - 5 * np.sinc(0.2), rel=0.05)
+    assert hours[[4, 5]].mean() == pytest.approx(10 + 5 * np.sinc(0.2), rel=0.05)
+    assert load(replace(day, peak=1.0), 0, CONTEXT)[-1].arrival == pytest.approx(
+        load(replace(day, arrivals="poisson", day=86400.0, peak=4.0), 0, CONTEXT)[-1].arrival, rel=1e-9
+    )
+
+
 def test_arrivals_do_not_decrease_and_lengths_fit_the_context():
     requests = load(Workload(arrivals="bursty", count=5000, input_mean=5000, input_cv=3.0, output_mean=500), 1, 8192)
     assert all(one.arrival <= other.arrival for one, other in pairwise(requests))

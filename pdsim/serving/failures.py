@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When nodes, GPUs and routers fail, drawn from a seed, and which ranks end by that and start again.
+
+Failures of one kind are a Poisson process over the whole deployment: each takes any node, or any GPU, that has a
+rank.  An engine ends as a whole, as those of vLLM and SGLang do, and all its ranks start again after the repair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from pdsim.serving.deployment import instance_of
+from pdsim.serving.requests import stream
+from pdsim.serving.settings import Failures
+from pdsim.transfer.job import RankSpec
+
+__all__ = ["Failure", "drawn", "kills", "recoveries"]
+
+
+class Failure(NamedTuple):
+    """What fails *at* a time and works again *until* the end of its repair, both in seconds from the start."""
+
+    at: float
+    until: float
+    what: str  # "node 1", "GPU 3 of node 0" or "router"
+    ranks: tuple[str, ...] = ()  # that end by it
+
+    @property
+    def instances(self) -> tuple[str, ...]:
+        """The instances that end by it."""
+        return tuple(dict.fromkeys(map(instance_of, self.ranks)))
+
+
+def drawn(
+    failures: Failures, ranks: Sequence[RankSpec], engine: Callable[[str], str], seed: int, end: float
+) -> list[Failure]:
+    """Return the failures before *end*, in order, of *ranks*, which are those of instances.
+
+    *engine* names the engine of a rank.  Each kind has a stream of its own, so one changes nothing in another.
+    """
+    places: dict[str, dict[str, set[str]]] = {"node": {}, "gpu": {}, "router": {"router": set()}}
+    for spec in ranks:
+        where = {"node": f"node {spec.place.node}", "gpu": f"GPU {spec.place.gpu or 0} of node {spec.place.node}"}
+        for kind, name in where.items():
+            places[kind].setdefault(name, set()).add(engine(spec.name))
+    found = []
+    for kind, names in places.items():
+        rate, random = getattr(failures, kind), stream(seed, f"failures.{kind}")
+        at = random.exponential(rate.every) if rate.every else end
+        while at < end:
+            what = list(names)[int(random.integers(len(names)))]
+            lost = tuple(spec.name for spec in ranks if engine(spec.name) in names[what])
+            found.append(Failure(at, at + rate.repair, what, lost))
+            at += random.exponential(rate.every)
+    return sorted(found)
+
+
+def kills(failures: Sequence[Failure]) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Return when each rank ends by *failures* and when it starts again, as `pdsim.sim.model.Model.run` takes it.
+
+    A rank that fails again within its repair starts after the last.
+    """
+    kill: dict[str, list[float]] = {}
+    restart: dict[str, list[float]] = {}
+    for failure in failures:
+        for name in failure.ranks:
+            ends = restart.setdefault(name, [])
+            if ends and failure.at <= ends[-1]:
+                ends[-1] = max(ends[-1], failure.until)
+            else:
+                kill.setdefault(name, []).append(failure.at)
+                ends.append(failure.until)
+    return kill, restart
+
+
+def recoveries(
+    failures: Sequence[Failure], changes: Sequence[tuple[float, str, str]]
+) -> list[tuple[float | None, float | None]]:
+    """Return for each of *failures* the seconds until the router notices, and until all that it ended serves again.
+
+    *changes* are those of `pdsim.serving.membership.Membership`.  None is for what does not happen before the end.
+    """
+    found: list[tuple[float | None, float | None]] = []
+    for failure in failures:
+        if not failure.ranks:
+            found.append((0.0, failure.until - failure.at))
+            continue
+        lost = [_first(changes, failure.at, instance, "lost") for instance in failure.instances]
+        back = [_first(changes, failure.at, instance, "formed") for instance in failure.instances]
+        found.append((_latest(lost, failure.at), _latest(back, failure.at)))
+    return found
+
+
+def _first(changes: Sequence[tuple[float, str, str]], after: float, instance: str, what: str) -> float | None:
+    return next((at for at, name, how in changes if at >= after and name == instance and how == what), None)
+
+
+def _latest(times: Sequence[float | None], start: float) -> float | None:
+    known = [at for at in times if at is not None]
+    return max(known) - start if len(known) == len(times) else None

@@ -1,0 +1,136 @@
+"""Nodes, GPUs and routers that fail while requests are served: when, what that ends, and what users see of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from experiments.serve import ServeOptions, job, specs
+from pdsim.config import rules
+from pdsim.core.errors import ConfigError
+from pdsim.models.llm import Parallel, Side
+from pdsim.serving.deployment import instance_of
+from pdsim.serving.failures import Failure, drawn, kills, recoveries
+from pdsim.serving.settings import FailureRate, Failures, Workload
+from pdsim.sim.model import Model
+from pdsim.transfer.job import RankSpec
+from tests.support.composed import composed
+from tests.support.configs import EIGHT
+from tests.support.serving import ONE, configured, rows, serve, values
+
+TWO = Side(tp=1, instances=2)
+CALM = Workload(arrivals="poisson", count=60, rate=20.0, input_mean=300, output_mean=12)
+NODES = replace(EIGHT, nodes=2)
+
+
+def ranks(**sides: Side) -> list[RankSpec]:
+    config = configured(hw=NODES, parallel=Parallel(**({"prefill": ONE, "decode": ONE} | sides)))
+    return specs(config, job(config, ServeOptions()), ())[1:]
+
+
+def test_failures_are_those_of_the_seed_and_of_nothing_else():
+    own = ranks(prefill=Side(tp=2, instances=2), decode=TWO)
+    rates = Failures(node=FailureRate(every=100.0, repair=5.0), gpu=FailureRate(every=50.0, repair=1.0))
+    found = drawn(rates, own, instance_of, 7, 10_000.0)
+    assert found == drawn(rates, own, instance_of, 7, 10_000.0) != drawn(rates, own, instance_of, 8, 10_000.0)
+    nodes = drawn(replace(rates, gpu=FailureRate()), own, instance_of, 7, 10_000.0)
+    assert nodes == [each for each in found if each.what.startswith("node")]
+    assert len(nodes) == pytest.approx(100, abs=30)
+    assert len(found) - len(nodes) == pytest.approx(200, abs=45)
+
+
+def test_an_engine_ends_as_a_whole_and_a_node_with_all_of_its():
+    own = ranks(prefill=Side(tp=2, instances=2), decode=TWO)
+    rates = Failures(node=FailureRate(every=10.0), gpu=FailureRate(every=10.0))
+    lost = {each.what: set(each.instances) for each in drawn(rates, own, instance_of, 0, 1000.0)}
+    assert lost["node 0"] == {"prefill0", "prefill1"}
+    assert lost["node 1"] == {"decode0", "decode1"}
+    assert lost["GPU 0 of node 0"] == lost["GPU 1 of node 0"] == {"prefill0"}
+
+
+def test_a_rank_that_fails_within_its_repair_starts_after_the_last():
+    both = ("prefill0.0", "decode0.0")
+    times = kills([Failure(1.0, 5.0, "a", both), Failure(3.0, 9.0, "b", both[:1]), Failure(20.0, 21.0, "c", both)])
+    assert times == (
+        {"prefill0.0": [1.0, 20.0], "decode0.0": [1.0, 20.0]},
+        {"prefill0.0": [9.0, 21.0], "decode0.0": [5.0, 21.0]},
+    )
+
+
+def test_a_failure_is_over_when_all_that_it_ended_serves_again():
+    failure = Failure(1.0, 5.0, "node 0", ("prefill0.0", "prefill1.0"))
+    changes = [(0.0, "prefill0", "formed"), (2.0, "prefill0", "lost"), (3.0, "prefill1", "lost")]
+    again = [(5.0, "prefill1", "formed"), (6.5, "prefill0", "formed")]
+    assert recoveries([failure], changes + again) == [(2.0, 5.5)]
+    assert recoveries([failure], changes + again[:1]) == [(2.0, None)]
+    assert recoveries([Failure(1.0, 4.0, "router")], ()) == [(0.0, 3.0)]
+
+
+def failing(failures: Failures, **options: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    config = configured(
+        TWO, TWO, options={"deadline": 0.3, "client_wait": 0.05} | options, workload=CALM, failures=failures
+    )
+    served = serve_on_model(config)
+    assert served.failures == []
+    return values(served), rows(served)
+
+
+def serve_on_model(config: Any) -> Any:
+    from experiments.serve import run
+    from pdsim.core.progress import silent
+
+    return run(config, Model(config.hw, config.backend, seed=config.seed), silent)
+
+
+GPUS = Failures(gpu=FailureRate(every=0.5, repair=0.4))
+
+
+def test_what_a_failure_ends_is_lost_without_retries_and_served_with():
+    bare, _ = failing(GPUS, retries=0)
+    users, requests = failing(GPUS, retries=0, client_retries=20)
+    assert bare["failures"] == users["failures"] > 2
+    assert bare["requests_failed"] > 0 == bare["asked_again"]
+    assert users["requests_failed"] == 0 < users["asked_again"]
+    assert {row["status"] for row in requests} == {"ok"}
+    assert bare["failure_recovery_s"] == pytest.approx(0.4, abs=0.2)
+
+
+def test_the_router_sends_again_what_had_not_moved_and_no_more():
+    own, _ = failing(GPUS, retries=3)
+    bare, _ = failing(GPUS, retries=0)
+    assert own["sent_again"] > 0 == bare["sent_again"]
+    assert own["requests_failed"] < bare["requests_failed"]
+
+
+def test_a_router_that_fails_loses_what_is_under_way_and_arrives():
+    down = Failures(router=FailureRate(every=1.0, repair=0.25))
+    lost, requests = failing(down)
+    assert lost["requests_failed"] == sum(row["status"] == "RouterLost: the router failed" for row in requests) > 0
+    assert lost["failure_recovery_s"] == 0.25
+    again, _ = failing(down, client_retries=20)
+    assert again["requests_failed"] == 0
+
+
+def test_a_user_who_leaves_does_not_send_again():
+    config = configured(
+        TWO,
+        TWO,
+        options={"client_retries": 9, "client_wait": 5.0},
+        failures=Failures(router=FailureRate(every=0.5)),
+        workload=replace(CALM, aborts=1.0, patience=1.0),
+    )
+    statuses = {row["status"].partition(":")[0] for row in rows(serve_on_model(config))}
+    assert statuses <= {"ok", "Aborted"}
+
+
+def test_failures_refuse_what_they_cannot_be_drawn_for():
+    with pytest.raises(ConfigError, match="failures are drawn for prefill and decode instances of target=model"):
+        rules.check(composed("failures.node.every=24h", "experiment.deployment=colocated"))
+    with pytest.raises(ConfigError, match="failures need arrivals whose end is known"):
+        rules.check(composed("failures.gpu.every=24h", "workload=sessions"))
+
+
+def test_without_failures_a_result_says_nothing_of_them():
+    assert "failures" not in values(serve(configured()))
