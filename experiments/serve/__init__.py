@@ -32,7 +32,6 @@ from pdsim.serving import failures
 from pdsim.serving.deployment import CpGather, Deployment, colocated_places, pages_per_rank, places
 from pdsim.serving.load import OfferedLoad, offered_load, scaled
 from pdsim.serving.requests import Request, RequestLog, RequestTable, request_columns
-from pdsim.serving.settings import Failures
 from pdsim.serving.workload import draw
 from pdsim.sim.model import Model
 from pdsim.transfer.job import Outcome, Place, RankResult, RankSpec
@@ -126,7 +125,7 @@ def _run(config: Config, what: Deployment, requests: RequestTable, target: Any) 
 
 def _failures(config: Config, what: Deployment, requests: RequestTable) -> list[failures.Failure]:
     # With data-parallel attention the groups of an engine are instances by themselves.
-    if config.failures == Failures():
+    if config.failures == failures.Failures():
         return []
     sides = ((what.prefills, what.prefill_dp), (what.decodes, what.decode_dp))
     engines = {one: f"{number // dp} {one[:7]}" for side, dp in sides for number, one in enumerate(side)}

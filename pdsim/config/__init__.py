@@ -32,17 +32,8 @@ from pdsim.hardware.costs import Collective, Engine, EngineModel, Jitter, Option
 from pdsim.hardware.machine import EVIDENCE, Machine
 from pdsim.kv.policy import Policy
 from pdsim.models.llm import Llm, Parallel
-from pdsim.serving.settings import (
-    ELSEWHERE,
-    Cache,
-    Failures,
-    Kv,
-    Live,
-    SchedulerLimits,
-    ServingEngine,
-    Slo,
-    Workload,
-)
+from pdsim.serving.failures import Failures
+from pdsim.serving.settings import ELSEWHERE, Cache, Kv, Live, SchedulerLimits, ServingEngine, Slo, Workload
 
 
 def _address(text: object) -> str:

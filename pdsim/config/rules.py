@@ -22,8 +22,9 @@ from pdsim.hardware.machine import VENDORS, Machine, NetworkLink
 from pdsim.kv.policy import Policy
 from pdsim.models.llm import DTYPES, Llm, Parallel, Side
 from pdsim.serving.deployment import colocated_places, places, staging_problems
+from pdsim.serving.failures import Failures
 from pdsim.serving.policies import handoff_of
-from pdsim.serving.settings import Failures, Live, Workload
+from pdsim.serving.settings import Live, Workload
 from pdsim.transfer.job import Place
 
 

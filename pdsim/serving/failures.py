@@ -8,14 +8,32 @@ rank.  An engine ends as a whole, as those of vLLM and SGLang do, and all its ra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Annotated, NamedTuple
 
-from pdsim.serving.deployment import instance_of
+from pdsim.core.units import Seconds
+from pdsim.kv.messages import instance_of
 from pdsim.serving.requests import stream
-from pdsim.serving.settings import Failures
 from pdsim.transfer.job import RankSpec
 
-__all__ = ["Failure", "drawn", "kills", "recoveries"]
+__all__ = ["Failure", "FailureRate", "Failures", "drawn", "kills", "recoveries"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureRate:
+    """How often something fails, and for how long."""
+
+    every: Seconds = 0.0  # mean time between two such failures in the whole deployment, exponential; 0: never
+    repair: Annotated[Seconds, "> 0"] = 600.0  # from a failure until what it ended runs again, weights loaded
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failures:
+    """What fails while requests are served."""
+
+    node: FailureRate = field(default_factory=FailureRate)  # all engines with a rank on it
+    gpu: FailureRate = field(default_factory=FailureRate)  # the engine with a rank on it
+    router: FailureRate = field(default_factory=FailureRate)  # what is under way, and what arrives meanwhile
 
 
 class Failure(NamedTuple):

@@ -201,23 +201,6 @@ class Slo:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FailureRate:
-    """How often something fails, and for how long."""
-
-    every: Seconds = 0.0  # mean time between two such failures in the whole deployment, exponential; 0: never
-    repair: Annotated[Seconds, "> 0"] = 600.0  # from a failure until what it ended runs again, weights loaded
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failures:
-    """What fails while requests are served (`pdsim.serving.failures`)."""
-
-    node: FailureRate = field(default_factory=FailureRate)  # all engines with a rank on it
-    gpu: FailureRate = field(default_factory=FailureRate)  # the engine with a rank on it
-    router: FailureRate = field(default_factory=FailureRate)  # what is under way, and what arrives meanwhile
-
-
-@dataclass(frozen=True, kw_only=True)
 class Live:
     """A real serving deployment and how the client speaks to it.
 

@@ -12,8 +12,8 @@ from pdsim.config import rules
 from pdsim.core.errors import ConfigError
 from pdsim.models.llm import Parallel, Side
 from pdsim.serving.deployment import instance_of
-from pdsim.serving.failures import Failure, drawn, kills, recoveries
-from pdsim.serving.settings import FailureRate, Failures, Workload
+from pdsim.serving.failures import Failure, FailureRate, Failures, drawn, kills, recoveries
+from pdsim.serving.settings import Workload
 from pdsim.sim.model import Model
 from pdsim.transfer.job import RankSpec
 from tests.support.composed import composed
