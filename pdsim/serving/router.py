@@ -43,7 +43,6 @@ from pdsim.serving.steps import SchedulerHost
 from pdsim.transfer import Program
 from pdsim.transfer.job import Rank
 
-
 _FINAL = "ok", "Aborted", "Shed"
 """Beginnings of statuses after which no user sends a request again."""
 
