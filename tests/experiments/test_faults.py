@@ -266,6 +266,7 @@ def test_a_scenario_that_cannot_be_run_is_a_violation(monkeypatch: pytest.Monkey
 NOT_DRAWN = {
     "window_share": "of windows: all pages or fewer are the same to the protocol",
     "prefill_batch": "rooms in a forward: limited by the chunk, which is drawn",
+    "asks, asks_after": "of users, whose second try is a request like any other: tests/serving",
     "rates, shed": "of the router alone, before a request is sent out: tests/serving",
     "handoff.pool, handoff.decode_cache": "where memory is and who may cache, which no model tells",
     "handoff.handover, handoff.notice, handoff.metadata_stall": "lengths of steps, which other times vary",

@@ -10,8 +10,8 @@ import pytest
 from experiments.serve import ServeOptions, job, specs
 from pdsim.config import rules
 from pdsim.core.errors import ConfigError
+from pdsim.kv.messages import instance_of
 from pdsim.models.llm import Parallel, Side
-from pdsim.serving.deployment import instance_of
 from pdsim.serving.failures import Failure, FailureRate, Failures, drawn, kills, recoveries
 from pdsim.serving.settings import Workload
 from pdsim.sim.model import Model
