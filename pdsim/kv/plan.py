@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from operator import itemgetter
+from operator import add, le
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -93,16 +93,17 @@ class Planner:
 
     def _count(self, runs: Runs, slots: tuple[int, int] | None) -> tuple[int, int] | None:
         # Descriptors and bytes; None if arrays have to say what is wrong.
-        end = -1
-        for _, second, count in sorted(runs, key=itemgetter(1)) if len(runs) > 1 else runs:
-            if count <= 0 or second < end:
+        rows = descriptors = nbytes = 0
+        ends = [0, 0]
+        if runs:  # in columns: a batch of vLLM has a run for each of hundreds of pages
+            *firsts, counts = zip(*runs, strict=True)
+            if min(map(min, firsts)) < 0 or min(counts) < 1 or not _disjoint(firsts[1], counts):
                 return None
-            end = second + count
-        descriptors = nbytes = 0
+            rows, ends = sum(counts), [max(map(add, first, counts)) for first in firsts]
         for section in self._kv:
-            if not section.holds(runs):
+            if not section.holds(*ends):
                 return None
-            count, size = section.count(runs)
+            count, size = section.count(len(runs), rows)
             descriptors += count
             nbytes += size
         if slots is not None and self._aux:
@@ -141,17 +142,12 @@ class _Section:
         self._pieces = pieces
         self._each = (1, source.item) if pieces is None else (len(pieces[2]), int(pieces[2].sum()))
 
-    def holds(self, runs: Runs) -> bool:
-        first, second = self._rows
-        for a, b, count in runs:  # noqa: SIM110 a generator takes longer than the loop
-            if not (0 <= a <= first - count and 0 <= b <= second - count):
-                return False
-        return True
+    def holds(self, source: int, target: int) -> bool:
+        return source <= self._rows[0] and target <= self._rows[1]
 
-    def count(self, runs: Runs) -> tuple[int, int]:
-        rows = sum([count for _, _, count in runs])
+    def count(self, runs: int, rows: int) -> tuple[int, int]:
         pieces, nbytes = self._each  # of a row
-        return self.planes * (len(runs) if self._pieces is None else rows * pieces), self.planes * rows * nbytes
+        return self.planes * (runs if self._pieces is None else rows * pieces), self.planes * rows * nbytes
 
     def offsets(self, runs: Runs) -> Offsets:
         sides = []
@@ -165,6 +161,11 @@ class _Section:
             sizes = np.array([run[2] for run in runs], np.int64) * self._items[0]
             return source, target, np.tile(sizes, self.planes)
         return source, target, np.tile(self._pieces[2], len(source) // len(self._pieces[2]))
+
+
+def _disjoint(firsts: tuple[int, ...], counts: tuple[int, ...]) -> bool:
+    firsts, counts = zip(*sorted(zip(firsts, counts, strict=True)), strict=True)
+    return all(map(le, map(add, firsts, counts), firsts[1:]))
 
 
 def _check_inside(component: str, pages: Pages, rows: int) -> None:

@@ -220,12 +220,12 @@ class KvReader:
 
     def _complete(self, room: _ReadRoom) -> None:
         request = room.request
-        pages = first(request.pages, request.source)
-        held = -(-request.input // self.layout.page_size) - sum(count for _, count in request.source)
-        reason = self.pool.verify(request.room, request.input, pages, request.state, held)
-        if reason:
-            self._fail(room, MessageError(reason), "")
-            return
+        if self.pool.checks(request.room):
+            pages = first(request.pages, request.source)
+            held = -(-request.input // self.layout.page_size) - sum(count for _, count in request.source)
+            if reason := self.pool.verify(request.room, request.input, pages, request.state, held):
+                self._fail(room, MessageError(reason), "")
+                return
         del self._rooms[request.room]
         self.report(TransferDone(request.room, room.nbytes))
 
