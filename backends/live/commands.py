@@ -106,8 +106,8 @@ def launches(config: Config, engine: str, model: Path, release: str = "") -> lis
 def router(config: Config, engine: str, servers: Sequence[ServerLaunch]) -> str:
     """Return the command of the router, or vLLM's proxy, before *servers*; "" of a single server.
 
-    It listens on the port after theirs.  SGLang's router has policies of the same names but for ``least_tokens``,
-    of which its own default takes the place.
+    It listens on the port after theirs.  SGLang's router has policies of the same names except ``least_tokens``: it
+    gets its own default.
     """
     port, policy = servers[-1].port + 1, getattr(config.experiment, "router", "")
     roles = {role: [each for each in servers if each.role == role] for role in ("prefill", "decode", "server")}

@@ -127,7 +127,7 @@ class Sampler:
         self.samples: list[MetricSample] = []
         self.first: dict[str, Page] = {}
         self.last: dict[str, Page] = {}
-        self.restarted: list[str] = []  # servers of which a counter fell: they were started again meanwhile
+        self.restarted: list[str] = []  # servers with a counter that fell: they were started again meanwhile
         self._session, self._servers, self._every = opened, servers, every
         self._task: asyncio.Task[None] | None = None
 

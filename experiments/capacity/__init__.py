@@ -166,7 +166,7 @@ def _ranked(capacities: Mapping[Shape, Capacity], gpus: int) -> list[Point]:
 
 
 def front(capacities: Mapping[Shape, Capacity], gpus: int, attainment: float) -> list[Point]:
-    """Return the probes that hold, of which no other is better in throughput, TTFT and TPOT at once.
+    """Return the probes that meet the SLO and that no other beats in throughput, TTFT and TPOT at once.
 
     Better means more output tokens for each GPU, a shorter TTFT and a shorter TPOT, both at the 90th percentile.
     """

@@ -50,7 +50,7 @@ class Scenario:
     machine: Machine
     engine: Engine
     collective: Collective | None  # with which context-parallel ranks gather
-    text: str  # what it is, in one line
+    text: str  # one line
 
 
 class Span(NamedTuple):
@@ -147,8 +147,8 @@ class Causes:
     def know(self, outcome: Outcome, held: Set[int], broken: Set[int] = frozenset()) -> list[str]:
         """Return the statuses of the requests of *outcome*, none if the router was lost.
 
-        *held* are the rooms of which the completion of a transfer was held up, *broken* those of which the engine
-        reported one as failed.
+        *held* are the rooms with a transfer whose completion was held up, *broken* those with one that the engine
+        reported as failed.
         """
         value = outcome.ranks[ROUTER].value
         self._broken = broken

@@ -47,7 +47,7 @@ def sides(text: object) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class HandoffOptions(ExperimentOptions):
-    """What is handed over and how."""
+    """Which KV is transferred, and how."""
 
     name: str = "handoff"
     tokens: Annotated[tuple[PositiveInt, ...], "non-empty"] = (512, 2048, 8192)  # of a handoff

@@ -31,7 +31,7 @@ VARIANTS = {"tcp": ("control", "host"), "nvlink": ("write", "device")}
 
 @dataclass(frozen=True, kw_only=True)
 class IntranodeMetadataOptions(PromptBurstOptions):
-    """What is handed over."""
+    """Which KV is transferred."""
 
     name: str = "seed_intranode_metadata"
     # ranks of prefill, ranks of decode

@@ -38,7 +38,7 @@ def equal(text: object) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class MooncakeTcpOptions(ExperimentOptions):
-    """What is handed over."""
+    """Which KV is transferred."""
 
     name: str = "seed_mooncake_tcp"
     tcp: TransferEngine  # the backend mooncake_tcp

@@ -41,7 +41,7 @@ def unlike(text: object) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class NixlStagingOptions(PromptBurstOptions):
-    """What is handed over, between sides that differ."""
+    """Which KV is transferred between sides that differ."""
 
     name: str = "seed_nixl_staging"
     tp: Annotated[

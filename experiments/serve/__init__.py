@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serve a trace or generated requests: router, prefill and decode engines, KV handed over through the waist.
+"""Serve a trace or generated requests: router, prefill and decode engines, with KV moved through the interface.
 
 `job` makes a `pdsim.serving.deployment.Deployment` of the configuration, `specs` the ranks that run it, and `result`
 the rows, metrics and tables; `live_run` does the last for real servers.  Times in results are seconds from the start
@@ -63,9 +63,7 @@ class ServeOptions(ExperimentOptions):
     shed: NotNegativeInt = (
         0  # tokens outstanding at prefill from which on requests of priority 0 are refused; 0: never
     )
-    retries: NotNegativeInt = (
-        3  # assumed: restarts of a request of which no byte had moved when an instance was lost
-    )
+    retries: NotNegativeInt = 3  # assumed: restarts of a request that loses its instance before a byte has moved
     # times that a user sends a request again which failed; it is computed from the beginning, as by vLLM and SGLang
     client_retries: NotNegativeInt = 0
     client_wait: Seconds = 1.0  # from the failure until then

@@ -146,7 +146,7 @@ class _Plan:
     """Where the blocks of every flow lie in the buffer of each rank, and what they hold; as *rank* sees it.
 
     Each flow has *concurrency* slots at either end, which follow one another in the rank's buffer in the order of
-    the flows. A slot has one place for each block, or two if they are scattered, of which half stay zero.
+    the flows. A slot has one place for each block; with scattered blocks two, and every other place stays zero.
     """
 
     def __init__(self, task: TransferPoint, ranks: int, seed: int, rank: str) -> None:

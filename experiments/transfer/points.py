@@ -63,7 +63,7 @@ class TransferPoint(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Such as ``"pair 64x65536 c1"``, with what is not usual behind it; the label of the point's transfers."""
+        """The label of the transfers: such as ``"pair 64x65536 c1"``, then what differs from the defaults."""
         usual = TransferPoint._field_defaults
         ways = ("operation", "layout", "schedule")
         words = [getattr(self, name) for name in ways if getattr(self, name) != usual[name]]

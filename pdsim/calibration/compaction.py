@@ -27,7 +27,7 @@ from pdsim.core.errors import ConfigError
 Columns = dict[str, npt.NDArray[Any]]
 Floats = npt.NDArray[np.float64]
 BOUND = 0.13  # of the 95th percentile of the relative error, of the rows that choose what is kept
-SPIKE = 0.10  # logarithm of times: what is so much longer than both neighbours was disturbed while it was measured
+SPIKE = 0.10  # logarithm of times: a point so much longer than both neighbours was disturbed while it was measured
 DISTURBED = 0.2  # the same of a row and the median of what its neighbours along each axis say
 SHORTEST = 1e-6  # seconds; the tables have differences of two measurements, and a shorter one counts as so much
 

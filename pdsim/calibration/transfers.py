@@ -466,10 +466,10 @@ def _with_share(one: Fit, share: float, low: float, high: float) -> Fit:
 
 
 def read_overhead(writes: Fit, samples: Sequence[Sample], progress: ShowProgress = silent) -> Fit | None:
-    """Return *writes* with what reads cost beyond them, from the reads among *samples*; None if these are too few.
+    """Return *writes* with the extra costs of reads, from the reads among *samples*; None if these are too few.
 
-    A read is told by its ratio to the write of the same configuration: what the fit has wrong of a configuration it
-    has wrong of both.  A read costs nothing more, or up to two of `OF_READS`; where reads are faster, nothing.
+    Reads are fitted by their ratio to the write of the same configuration: an error of the fit that both share
+    cancels.  A read costs nothing more, or up to two of `OF_READS`; where reads are faster, nothing.
     Intervals are those that the fit of the writes leaves.
     """
     points = _as_writes_are(writes, samples)

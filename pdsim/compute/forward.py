@@ -301,7 +301,7 @@ class OperatorForward:
     def context_of(self, batch: int) -> float:
         """Return the seconds that a token of context adds to a decode iteration of *batch* requests.
 
-        Kernels with tiles multiply all rows of one, few of which a request has (`tiles.decode_rows`).
+        A kernel with tiles multiplies all rows of a tile; a request fills few of them (`tiles.decode_rows`).
         """
         return self._token(-(-batch // self.stages))
 

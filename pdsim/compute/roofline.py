@@ -179,7 +179,7 @@ def weight_bytes(model: Llm, side: Side) -> float:
     """Return the bytes of weights that a rank of *side* holds.
 
     Tensor parallelism divides all of them.  With expert parallelism the experts are divided among all ranks and the
-    rest among those of an attention group, each of which has it whole.
+    rest among those of an attention group; each of these has it whole.
     """
     four = four_bit_parameters(model) if model.mlp_dtype else 0.0
     total = four * model.mlp_bytes + (model.parameters - four) * model.dtype_bytes

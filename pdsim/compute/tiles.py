@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operators of a forward have to do: arithmetic, bytes, and tiles that wait for each other.
+"""The work of a forward's operators: arithmetic, bytes, and tiles that wait for each other.
 
-A kernel divides its result into tiles, each of which one multiprocessor computes along the whole depth of the sum:
+A kernel divides its result into tiles.  One multiprocessor computes a tile along the whole depth of the sum:
 the inner width of a product, the keys of attention.  So an operator with few tiles leaves multiprocessors idle, one
 with a tile more than there are takes a turn more, and neither its arithmetic nor its bytes say so.  `Work` has all
 three; `pdsim.compute.kernels.Roof` turns it into seconds.
@@ -141,7 +141,7 @@ def whole_sequences(sequences: float, kv_heads: int, processors: int) -> bool:
 def decode_rows(sequences: float, kv_heads: int, tile: int, processors: int) -> float:
     """Return how many rows decode attention computes for a token of context, of one of so many *sequences*.
 
-    Whole sequences have tiles of *tile* rows, few of which are a request's, and wait for each other's turns; split
+    Whole sequences have tiles of *tile* rows, mostly empty, and wait for each other's turns; split
     ones have tiles of half as many.
     """
     if not whole_sequences(sequences, kv_heads, processors):

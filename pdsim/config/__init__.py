@@ -656,7 +656,7 @@ def canonical(config: Config, *without: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return *value* in what JSON and YAML can hold: None for what is not finite, infinite fields left out."""
+    """Return *value* as JSON and YAML can hold it: None for numbers that are not finite, without infinite fields."""
     kind = type(value)
     if kind in (str, int, bool, type(None)):
         return value

@@ -76,7 +76,7 @@ class Split:
 def zigzag(lengths: Sequence[int], cp: int) -> Split:
     """Return the split of sequences of *lengths* tokens over *cp* ranks that balances causal attention.
 
-    Each sequence is cut into ``2 * cp`` blocks, of which the first ``length % (2 * cp)`` have one token more; rank
+    Each sequence is cut into ``2 * cp`` blocks; the first ``length % (2 * cp)`` have one token more.  Rank
     *r* has blocks *r* and ``2 * cp - 1 - r``.  (SGLang does not split sequences below ``2 * cp`` tokens; here some
     ranks then have none of it.)  Raise a `ValueError` if there is no token at all.
     """

@@ -40,7 +40,7 @@ Bytes = npt.NDArray[np.uint8]
 
 _TOKEN, _MARK, _HEAD, _PLANE, _ROOM = 0, 17, 24, 36, 48  # first bit of each field
 _MARKED = 1 << _MARK
-"""Tokens of which contents can be marked: the bits above are those of later tokens, if there are any."""
+"""The first tokens, whose contents can be marked; a later token has its own bits there."""
 _AUX, _INDEX = 0xFFF, 0xFFE  # no head has these numbers
 _SMALL = 1 << 13
 """Bytes of rows whose words are kept: small pieces cost more to number than to compare."""
@@ -169,7 +169,7 @@ class Contents:
                     self._buffer.write(start, piece.tobytes())
 
     def _pieces(self, table: PageTable, offset: int, rows: Bytes) -> Iterator[tuple[int, Bytes]]:
-        # Where the parts of *rows* lie, of which they are views: with pages by heads, each head of a page.
+        # Views of parts of *rows* and where they lie: with pages by heads, each head of a page.
         if not self.layout.by_heads or table.component not in ("kv", "window"):
             yield offset, rows
             return

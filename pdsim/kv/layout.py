@@ -22,14 +22,14 @@ REGION, STAGING = "kv", "staging"
 """The names under which every rank registers its pool, and a decode rank its staging ring."""
 
 COMPONENTS = ("mamba", "window", "index")
-"""What hybrid models keep beside keys and values, in the order in which it lies in a region and in messages.
+"""State of hybrid models beside keys and values, in the order of regions and messages.
 
 - ``mamba``: one slot a request, in which every mamba layer keeps its convolution and its recurrent state;
-- ``window``: keys and values of the layers with sliding-window attention, in a smaller pool of pages, of which a
-  request needs only those that its window touches;
+- ``window``: keys and values of the layers with sliding-window attention, in a smaller pool of pages: a request
+  needs only those that its window touches;
 - ``index``: one row a token, the same on every rank (sparse attention), in the very pages of the request.
 
-All of it is handed over once, with the last chunk.
+All of it moves once, with the last chunk.
 """
 
 AUX_ROWS = (64, 64, 64, 64, 512, 512, 64, 128, 64, 64)
@@ -405,7 +405,7 @@ class RankShare(NamedTuple):
 
     @property
     def with_last(self) -> bool:
-        """Whether something goes with the last chunk whichever pages that has."""
+        """Whether something goes with the last chunk even if that has no page for the reader."""
         return self.aux or self.components not in ((), ("kv",))
 
 

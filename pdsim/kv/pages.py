@@ -440,7 +440,7 @@ class PrefixPagePool(PagePool):
         return sum(key not in self._idle for key in keys)
 
     def reuse(self, owner: int, count: int, keys: Sequence[int]) -> tuple[Pages, int] | None:
-        """Give *owner* *count* pages, the first of which are cached ones of *keys*.
+        """Give *owner* *count* pages, first the cached ones of *keys*.
 
         Return them in the order of its tokens, and how many are cached ones; None, and nothing has changed, if there
         are too few.  Raise as `allocate` does, and unless *count* exceeds the number of *keys* that are here.

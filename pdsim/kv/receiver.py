@@ -89,7 +89,7 @@ class KvReceiver:
         return len(self._rooms)
 
     def reserve(self, message: Destination) -> None:
-        """Record the pages that a room owns here, which memory with contents needs to be told."""
+        """Record the pages that a room owns here, for memory with contents."""
         room = self._rooms.setdefault(message.room, _IncomingRoom())
         room.reserve = message
         self._check(message.room, room)
@@ -359,11 +359,11 @@ class StagingReceiver:
                 self._scatter(other)
 
     def give_back(self, message: StagingRelease) -> None:
-        """Free what a writer has of a room of which nothing moves any more; what is scattered, when that ends."""
+        """Free a writer's slots of a quiesced room; those being scattered, when that ends."""
         self._drop_all(lambda question: question.key[:2] == (message.room, message.writer))
 
     def sever(self, rank: str) -> None:
-        """Free all that prefill *rank*, of whichever instance, has: it is proven that it writes no more."""
+        """Free all slots of prefill *rank*, proven to write no more."""
         self._drop_all(lambda question: question.sender == rank)
 
     def forget(self, room: int) -> None:

@@ -34,7 +34,7 @@ _UNUSED: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
     "launch.": lambda config: config.get("target") != "real",
     "live.": lambda config: config.get("target") != "live",
 }
-"""What cannot matter to a run: keys by how they begin, and what is so of its configuration then."""
+"""Keys that cannot matter to a run, by their first part, and for which configurations that holds."""
 
 
 def tables(folders: Sequence[Path], slo: SloLimits | None = None) -> list[Table]:

@@ -170,7 +170,7 @@ class DecodeLeader(HandoffLeader):
         """Have *room* given up on both sides: its pages are in quarantine until every rank has quiesced it."""
 
     def forget(self, number: int) -> None:
-        """Give back what this part has of a room that failed, and of which nothing moves any more."""
+        """Give back what this part holds for a room that failed and is quiesced."""
 
 
 class DecodeScheduler(InstanceScheduler[DecodeRequest, DecodePages, DecodeLeader]):
@@ -210,7 +210,7 @@ class DecodeScheduler(InstanceScheduler[DecodeRequest, DecodePages, DecodeLeader
         return super().waits() or self._retracting
 
     def report(self) -> dict[str, Any]:
-        """Return the account of pages, what is not over on this side, and how many messages came too late."""
+        """Return the numbers of pages, of open rooms on this side, and of messages that came too late."""
         counts = super().report()
         counts["open_rooms"] += len(self.timers) + len(self._coming) + len(self._queue)
         counts["ignored"] += self.mover.receiver.ignored

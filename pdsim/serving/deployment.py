@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every rank of a serving job is told, as plain data that crosses process boundaries."""
+"""The serving job as every rank gets it: plain data that crosses process boundaries."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Deployment:
     deadline: float  # seconds of silence after which a rank counts as gone
     checked: int = EVERY  # the last room whose contents are written and compared, where memory has any
     kv_dtype: str = "bf16"  # of an element of KV
-    retries: int = 0  # how often a request is started anew of which no byte had moved when an instance was lost
+    retries: int = 0  # restarts of a request that loses its instance before a byte has moved
     asks: int = 0  # how often a user sends a request again that failed
     asks_after: float = 0.0  # seconds from the failure until then
     bootstrap_timeout: float = 0.0  # seconds that a room may wait at prefill for its pages at decode; 0 is for ever
@@ -98,7 +98,7 @@ class Deployment:
     layerwise: bool = False  # prefill pushes each layer when it is computed
     cache: Cache = field(default_factory=Cache)
     seed: int = 0  # of what varies on hosts
-    colocated: bool = False  # both sides are the same engines, and nothing is handed over
+    colocated: bool = False  # both sides are the same engines, and no KV moves
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Deployment:
@@ -120,7 +120,7 @@ class Deployment:
         return tuple(_groups("decode", self.decode_instances, self.decode_dp))
 
     def check(self) -> None:
-        """Raise a `ValueError` if the model cannot be divided over these ranks, or not handed over between them."""
+        """Raise a `ValueError` if the model cannot be divided over these ranks, or its KV not moved between them."""
         self.rank_map.writers(0)
         for layout in (self.prefill_layout(), self.decode_layout()):
             layout.aux_offsets(0)  # looks at every head and dimension

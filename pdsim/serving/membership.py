@@ -224,7 +224,7 @@ class Membership:
         process.handlers |= handlers
 
     def introduce(self, prefill: str, decode: str) -> None:
-        """Have the ranks of two incarnations connect to each other, unless they were told to before."""
+        """Have the ranks of two incarnations connect to each other, once."""
         for name, connect in self.registry.introduce(prefill, decode):
             self._process.send(name, connect)
 

@@ -161,13 +161,13 @@ class PrefillLeader(HandoffLeader):
         """Do what this side does when a forward is launched, and when there is none to launch."""
 
     def complete(self, room: PrefillRequest) -> None:
-        """Act on *room*, of which every rank has computed and moved all that it moves."""
+        """Act on *room*: every rank has computed and moved its part."""
 
     def abort(self, sender: str, number: int, room: PrefillRequest | None) -> None:
         """Give *room*, of that *number*, up for *sender*; there is none if it is over or has not come."""
 
     def forget(self, room: PrefillRequest) -> None:
-        """Give back what this part has of *room*, which is over, and of which nothing moves any more."""
+        """Give back what this part holds for *room*, which is over and quiesced."""
 
 
 class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLeader]):
@@ -202,7 +202,7 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
         self.clock.process(self._iterate())
 
     def report(self) -> dict[str, Any]:
-        """Return the account of pages, what is not over on this side, and how many messages came too late."""
+        """Return the numbers of pages, of open rooms on this side, and of messages that came too late."""
         counts = super().report()
         return counts | ({"hits": self.hits, "host_hits": self.host_hits} if self.job.cache.prefill else {})
 

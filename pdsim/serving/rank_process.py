@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every rank of a serving job does: listen, answer the router's pings, connect to peers, end when told to.
+"""Common work of all ranks of a serving job: listen, answer the router's pings, connect to peers, stop.
 
 `RankProcess` is the base of the router and of `EngineRank`, the one class for every rank of an instance, prefill or
 decode, that schedules or follows.  What such a rank does beside is in its parts::
@@ -69,8 +69,8 @@ class RankProcess:
     """One rank of a job.  `handlers` has one for each type of message that it expects, which must not wait.
 
     The rank ends with an error when a handler raises, when another rank refuses it, and with `PeerLost` when nothing
-    has been heard of the router for `Deployment.deadline` seconds.  Who sent a message that cannot be read, or is
-    not for this rank, is told why and not heard any more.
+    has been heard of the router for `Deployment.deadline` seconds.  A message that cannot be read, or is for another
+    rank, is answered with the reason, and its sender is ignored from then on.
 
     *ignored* counts messages that came too late to mean anything: those about rooms and incarnations that are over.
     """
@@ -328,7 +328,7 @@ class InstanceScheduler(Generic[AnyRoom, AnyPages, AnyHandoff]):
         raise NotImplementedError
 
     def report(self) -> dict[str, Any]:
-        """Return the account of pages, what is not over on this side, and how many messages came too late."""
+        """Return the numbers of pages, of open rooms on this side, and of messages that came too late."""
         open_rooms = len(self.rooms) + len(self.engine.mover) + self.handoff.open_rooms
         return self.pages.report() | {"open_rooms": open_rooms, "ignored": self.engine.ignored}
 
@@ -413,7 +413,7 @@ class EngineRank(RankProcess):
             self.handlers[type(message)](self.rank.name, message)
 
     def listen(self, notice: Callable[[Notification], None]) -> None:
-        """Call *notice* with each notification of a write; who wrote what is not understood is refused."""
+        """Call *notice* with each notification of a write; refuse the sender of one that cannot be read."""
 
         def hear(notification: Notification) -> None:
             if self.has_ended:

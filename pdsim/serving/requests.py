@@ -136,7 +136,7 @@ class RequestTable(Sequence[Request], Compact):
         return [hashes[start:stop] for start, stop in zip([0, *ends], ends, strict=False)]
 
     def plain(self) -> list[list[Any]]:
-        """Return a row of each request's fields, of which `of` makes the same table."""
+        """Return a row of each request's fields; `of` makes the same table of them."""
         return [list(one) for one in self]
 
     def __len__(self) -> int:

@@ -228,8 +228,8 @@ class Router(RankProcess):
                      ▼ │
                     lost ──► closed "PeerLost: ..."
 
-    A user who leaves, a failure that an instance reports and a loss close a request early; both instances are then
-    told to abort it.  Its user may send it again (`Deployment.asks`): it is then computed from the beginning.
+    A request closes early when its user leaves, an instance reports a failure or is lost; the router then sends
+    `Abort` to both instances.  Its user may send it again (`Deployment.asks`): it is computed from the beginning.
     """
 
     def __init__(

@@ -72,7 +72,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Kv:
-    """The KV cache and how it is handed over."""
+    """The KV cache and how it is transferred."""
 
     page_size: PositiveInt = 64  # tokens; auto: what the release of the engine starts with, as for all such keys
     # requests, from the first, whose contents are compared where memory has any; None: all
@@ -205,9 +205,9 @@ class Live:
     """A real serving deployment and how the client speaks to it.
 
     Name the servers in one of three ways: *url* for any OpenAI-compatible deployment (a router, or colocated
-    servers), *prefill* and *decode* for a disaggregated pair of vLLM or SGLang, of which the client is the proxy,
-    too, or *launch* to start servers on this machine with dummy weights in the shape of ``model``: fields from
-    there on say how.
+    servers), *prefill* and *decode* for a disaggregated pair of vLLM or SGLang, where the client is the proxy too,
+    or *launch* to start servers on this machine with dummy weights in the shape of ``model``, as the fields from
+    there on say.
     """
 
     engine: Annotated[str, "one of '', vllm, sglang"] = ""  # "vllm" or "sglang"; "" is any server with OpenAI's API

@@ -163,7 +163,7 @@ class StepVariation:
 
 @dataclass(slots=True)
 class DecodeSpan:
-    """Steps of one batch, the first of which begins at *start*.
+    """Steps of one batch; the first begins at *start*.
 
     With *variation* every step has a deviation of its own on top, whose sums are known ahead.
 
@@ -321,7 +321,7 @@ class RunningBatch:
             yield number
 
     def join(self, number: int, context: int, steps: int) -> None:
-        """Put in a request that takes so many *steps*, the first of which reads *context* tokens."""
+        """Add a request of so many *steps*; its first one reads *context* tokens."""
         heapq.heappush(self._members, (self._step + steps, number, context + steps))
         self._context += context
 

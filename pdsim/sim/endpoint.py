@@ -210,7 +210,7 @@ class SimEndpoint:
             posted.transfer.settled.succeed()
 
     def kill(self) -> None:
-        """End with the process: as `close`, but nobody is left to be told."""
+        """End with the process: as `close`, but fail no transfer, as nobody is left to hear of it."""
         self._break()
 
     def disconnect(self, remote: SimEndpoint) -> None:
@@ -562,8 +562,8 @@ class Payload:
     """Moves the bytes of the transfers *moving*, by number, that an endpoint on *device* posts.
 
     Without faults all bytes of a transfer are read and land at its completion.  With them a transfer moves in parts,
-    each read at one instant and landing at another, so that memory which is reused too early shows.  *observer* is
-    told of both, also where memory has no contents and nothing is copied.
+    each read at one instant and landing at another, so that memory reused too early shows.  *observer* hears of
+    both, even where memory has no contents.
     """
 
     def __init__(

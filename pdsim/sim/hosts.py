@@ -31,8 +31,8 @@ class SimChannel:
     A message of *n* bytes leaves when those before it to the same receiver have left, takes ``n / tcp_rate`` to
     leave and ``tcp_latency`` to arrive, and the *delay* of the links between the nodes; *host_latency* says when the
     rank acts upon it.  Faults *hold* it up (given sender, receiver and the time of its arrival without them) but
-    never let one overtake another on the same socket.  *watch* is told of every message, *ranks* has the channels of
-    all.
+    never let one overtake another on the same socket.  *watch* is called with every message.  *ranks* has all
+    channels.
     """
 
     def __init__(

@@ -209,7 +209,7 @@ class SymmetricPool:
         self._segments.append(_Segment(self._memory, size))
 
     def give_back(self) -> None:
-        """Undo the last `reserve`, of which nothing has been used."""
+        """Undo the last `reserve`, which nobody has used."""
         self._segments.pop().close()
 
     def allocate(self, size: int) -> SimBuffer:

@@ -348,7 +348,7 @@ class Foreseen:
         return True
 
     def drop(self, series: Series, flows: int) -> None:
-        """Forget *series*, of which *flows* have ended."""
+        """Forget *series* after so many *flows* have ended."""
         if series not in self.series:
             return
         del self.series[series]

@@ -32,7 +32,7 @@ Twice as much is under way by then, for an answer is as old as the queue was lon
 probes of cuts at 200 and 300 Mbit/s came; 0.5 if no acknowledgement came late."""
 
 WRITABLE = 2 / 3
-"""Share of its largest window at which a stream's engine is told to write more.
+"""Share of its largest window at which the kernel lets a stream's engine write more.
 
 Published: Linux's sk_stream_is_writeable, a third must be free."""
 

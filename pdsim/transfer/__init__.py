@@ -313,7 +313,7 @@ class Endpoint(Protocol):
 
     @property
     def engine(self) -> str:
-        """What moves the bytes, as the engine itself reports it, not as it was asked for."""
+        """The engine's own name for what moves the bytes, which need not be what was asked for."""
 
     @property
     def notifications(self) -> Mailbox:

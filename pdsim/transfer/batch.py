@@ -163,7 +163,7 @@ _CACHED = 1 << 18
 
 
 def move(source: Bytes, target: Bytes, source_offset: Int64s, target_offset: Int64s, size: Int64s) -> None:
-    """Copy the descriptors of a valid `Batch` between two arrays of bytes of which neither has a part of the other.
+    """Copy the descriptors of a valid `Batch` between two arrays of bytes that do not overlap.
 
     Small pieces of equal sizes, as the heads of tokens are, go many at a time: a tenth to a third of a loop's time.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives over ranks, whichever engine their endpoints use."""
+"""Collectives over ranks, independent of their endpoints' engine."""
 
 from __future__ import annotations
 

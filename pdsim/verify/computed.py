@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was computed, where and when: the part of `pdsim.verify.invariants` that knows of forwards.
+"""Check what was computed where and when, for `pdsim.verify.invariants`.
 
 The leader's scheduler says which tokens of which rooms each forward covers, before it knows of pages; the ends of
 forwards say which tokens a rank has computed.  What is read of a room on a prefill rank must be computed there:

@@ -82,11 +82,10 @@ class Violation(NamedTuple):
 
 
 class InvariantChecker(Observer):
-    """Watches one job by wrapping methods of its ranks' programs as they begin; `finish` adds what results tell.
+    """Watches one job by wrapping methods of its ranks' programs as they begin; `finish` checks the results.
 
     *allowed* says whether a rank may end with an error at a time, in seconds after the start.  *held* are the rooms
-    of which the completion of a transfer was held up, *broken_rooms* those of which the engine reports one as
-    failed.
+    with a transfer whose completion was held up, *broken_rooms* those with one that the engine reports as failed.
     """
 
     def __init__(self, allowed: Callable[[str, str, float], bool] = lambda _, error, __: not error) -> None:

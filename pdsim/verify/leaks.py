@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is left when all is over: the part of `pdsim.verify.invariants` that counts.
+"""Find leaks at the end of a job, for `pdsim.verify.invariants`.
 
 Every dict, list, set and deque that a rank's program and the protocol's objects in it hold is counted when the first
 request is submitted (of a rank that is started again: when it starts) and when the router stops the ranks.  There is
-no other list of what may be kept, so that nothing which is added to the protocol can be forgotten here.
+no list of them, so a container that is added to the protocol is counted too.
 
-Nothing may be left of a room, and nothing may have grown, but tables of peers, which meet when a room joins them.
-They may name only ranks and instances that there are, each once whichever of its incarnations is meant, and keep no
-more of each than an instance has ranks.  No more memory may be registered than at the start, and no tokens
+Nothing may be left of a room.  Nothing may have grown but tables of peers, which connect for their first room.
+They may name only existing ranks and instances, each once for all its incarnations, and keep no more entries for
+each than an instance has ranks.  No more memory may be registered than at the start, and no tokens
 may be outstanding at an instance, by the router's account.
 """
 

@@ -194,7 +194,7 @@ class PullDecode(DecodeMover):
 
 
 class PullDecodeLeader(DecodeLeader):
-    """Has the ranks read the KV of a request, of which it hears when prefill has answered.
+    """Has the ranks read the KV of a request once prefill has answered.
 
     States of a room: `Submit` from the router (prefill has answered); pages, and a `ReadRequest` to all ranks;
     `TransferDone` from every rank; `ReadDone` to prefill, which may then reuse its pages.  Until then its lease is

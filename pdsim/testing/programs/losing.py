@@ -52,7 +52,7 @@ def be_lost(rank: Rank, by: str, size: int = 4096) -> Program:
 
 
 def lose_one_of_two(rank: Rank, wait: float) -> Program:
-    """Write twice to two peers of which "victim" is gone since before *wait* seconds; return the last outcomes."""
+    """Write twice to two peers after "victim" has ended, at time *wait*; return the last outcomes."""
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, 4096, 1), "mine")
     peers = yield from mail.connect()
