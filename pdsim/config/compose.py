@@ -8,14 +8,19 @@ words wherever they come from.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from hashlib import sha256
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError, instead
@@ -67,7 +72,8 @@ def compose(words: Sequence[str]) -> Config:
 
 def composed(line: CommandLine) -> Config:
     """Return the typed configuration that *line* asks for.  Raise a `ConfigError`, also for what Hydra refuses."""
-    with _explained(), initialized(line):
+    _forget(line)
+    with _explained():
         return load(plain(line, line.words), line.words, line.folders)
 
 
@@ -109,14 +115,24 @@ def _explained() -> Iterator[None]:
 @contextmanager
 def initialized(line: CommandLine) -> Iterator[None]:
     """Tell Hydra where the configuration of *line* is, for all compositions within the block."""
+    _forget(line)
+    with _hydra(line):
+        yield
+
+
+def _forget(line: CommandLine) -> None:
+    if line.folder or line.path:
+        _composed.clear()  # files of one's own may have changed
+
+
+@contextmanager
+def _hydra(line: CommandLine) -> Iterator[None]:
     import hydra
     from hydra.core.global_hydra import GlobalHydra
 
     import conf  # noqa: F401  has the defaults of all keys, also for a primary configuration from elsewhere
 
     _bound_files()
-    if line.folder or line.path:
-        _composed.clear()  # files of one's own may have changed
     here = GlobalHydra.instance()
     outer, here.hydra = here.hydra, None  # of an application of Hydra's, within whose job this may be
     try:
@@ -147,14 +163,17 @@ def _bound_files() -> None:
 
 
 _composed: dict[tuple[CommandLine, tuple[str, ...]], dict[str, Any] | None] = {}
-_SETTING = re.compile(r"\+\+((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)=[^{}$?]*")  # not of a mapping, or of an item of a list
+_SETTING = re.compile(r"\+\+((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)=([^{}$?]*)")  # not of a mapping, or an item of a list
+_INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")
+_DECIMAL = re.compile(r"-?[0-9]+\.[0-9]+")
+_NAME = re.compile(r"(?!(?:true|false|null|nan|inf)$)[a-z/][a-z0-9_./-]*", re.IGNORECASE | re.ASCII)
 
 
 def plain(line: CommandLine, words: Sequence[str]) -> dict[str, Any]:
     """Return the composition of *words*, overrides as typed, as plain data, interpolations resolved.
 
-    Hydra composes each choice of groups once in a process, and values are set in that.  Where overrides are within
-    or refer to one another Hydra composes all.  Parts of the answer are shared with later ones.
+    Hydra composes each choice of groups once (`_remembered`), and values are set in that.  Where overrides are
+    within or refer to one another Hydra composes all.  Parts of the answer are shared with later ones.
     """
     every = ready(words, line.folders)
     settings = [setting for word in every if (setting := _setting(word))]
@@ -173,21 +192,68 @@ def plain(line: CommandLine, words: Sequence[str]) -> dict[str, Any]:
 def _base(line: CommandLine, words: tuple[str, ...]) -> dict[str, Any] | None:
     # None if values refer to others, or are to be set
     if (line, words) not in _composed:
-        composition = _raw(line, words)
-        open_ended = any(mark in str(composition) for mark in ("${", "???"))
-        _composed[line, words] = None if open_ended else resolved(composition)
+        kept = _remembered(words) if line == CommandLine() else None
+        if kept is None or (values := _read(kept)) is None:
+            composition = _raw(line, words)
+            open_ended = any(mark in str(composition) for mark in ("${", "???"))
+            values = None if open_ended else resolved(composition)
+            if kept is not None and values is not None:
+                _keep(kept, values)
+        _composed[line, words] = values
     return _composed[line, words]
+
+
+def _remembered(words: tuple[str, ...]) -> tuple[Path, str]:
+    # The file that has, or is to have, the composition of *words*, and a mark of all files that it is made of:
+    # groups, defaults and Hydra.  A third of the time of a short run is spent without it.
+    modules = ("pdsim.config", "hydra", "omegaconf")
+    sources = [Path(spec.origin) for name in modules if (spec := find_spec(name)) is not None and spec.origin]
+    for folder in plugins.folders().values():
+        sources += [Path(place, name) for place, _, names in os.walk(folder) for name in names]
+    digest = sha256()
+    for source in sorted(sources):
+        if source.suffix != ".pyc":
+            about = source.stat()
+            digest.update(f"{source} {about.st_size} {about.st_mtime_ns}\n".encode())
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdsim"
+    name = sha256("\n".join(words).encode()).hexdigest()[:16]
+    return home / f"{name}.composed", digest.hexdigest()
+
+
+def _read(kept: tuple[Path, str]) -> dict[str, Any] | None:
+    try:
+        mark, values = msgspec.msgpack.decode(kept[0].read_bytes(), type=tuple[str, dict[str, Any]])
+    except (OSError, msgspec.MsgspecError):
+        return None
+    return values if mark == kept[1] else None
+
+
+def _keep(kept: tuple[Path, str], values: dict[str, Any]) -> None:
+    # Where the folder cannot be written to, nothing is kept.
+    place, mark = kept
+    part = place.with_suffix(f".{os.getpid()}")
+    with suppress(OSError):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(msgspec.msgpack.encode((mark, values)))
+        part.replace(place)
 
 
 @lru_cache(10_000)
 def _setting(word: str) -> tuple[str, Any] | None:
-    # the key and the value of an override that sets one value, None for another
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
+    # the key and the value of an override that sets one value, None for another; of the simplest as Hydra reads them
     if (match := _SETTING.fullmatch(word)) is None:
         return None
+    key, text = match.groups()
+    if _INTEGER.fullmatch(text):
+        return key, int(text)
+    if _DECIMAL.fullmatch(text):
+        return key, float(text)
+    if _NAME.fullmatch(text):
+        return key, text
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
     (parsed,) = OverridesParser.create().parse_overrides([word])
-    return None if parsed.is_sweep_override() else (match[1], parsed.value())
+    return None if parsed.is_sweep_override() else (key, parsed.value())
 
 
 def _with(values: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
@@ -199,7 +265,8 @@ def _with(values: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[st
 def _raw(line: CommandLine, words: Sequence[str]) -> DictConfig:
     import hydra
 
-    return hydra.compose(line.name, [*places(line), *words])
+    with _hydra(line):
+        return hydra.compose(line.name, [*places(line), *words])
 
 
 def places(line: CommandLine) -> list[str]:
@@ -294,12 +361,13 @@ def set_keys(overrides: Iterable[str]) -> list[str]:
 
 def leaves(overrides: Iterable[str]) -> list[str]:
     """Return the dotted keys whose values *overrides* say: ``a={b: 1}`` sets ``a.b``."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
     keys: list[str] = []
     for text in overrides:
-        key = text.partition("=")[0].lstrip("+~")
-        value = OverridesParser.create().parse_override(text).value() if "={" in text else None
+        key, value = text.partition("=")[0].lstrip("+~"), None
+        if "={" in text:
+            from hydra.core.override_parser.overrides_parser import OverridesParser
+
+            value = OverridesParser.create().parse_override(text).value()
         keys += _below(key, value) if isinstance(value, Mapping) else [key] if key not in _installed() else []
     return keys
 

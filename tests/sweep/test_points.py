@@ -1,11 +1,13 @@
 """Overrides become points: combined or zipped, each once, named by what it runs, composed as `run` composes."""
 
-import hydra
+import msgspec
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from pdsim.cli.help import parse
 from pdsim.cli.sweep import space_of
-from pdsim.config.compose import CommandLine, compose, initialized, load, ready, resolved
+from pdsim.config import compose as compositions
+from pdsim.config.compose import CommandLine, compose, load, ready, resolved
 from pdsim.core.errors import ConfigError
 from pdsim.sweep.points import Axis, axes, combinations
 
@@ -41,8 +43,7 @@ def test_a_name_is_of_the_content_and_not_of_the_folder():
 
 
 def by_hydra(words):
-    with initialized(CommandLine()):
-        return load(resolved(hydra.compose("config", ready(words))), words)
+    return load(resolved(compositions._raw(CommandLine(), ready(words))), words)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +65,34 @@ def by_hydra(words):
 )
 def test_values_set_in_a_composition_are_those_of_hydra(words):
     assert compose(words) == compose(words) == by_hydra(words)
+
+
+@pytest.mark.parametrize(
+    "text", ["0", "-7", "007", "1_000", "1.5", "-0.25", "1e5", "abc", "/a/b-c.d", "True", "null", "NaN", "infinite"]
+)
+def test_a_simple_value_is_read_as_hydra_reads_it(text):
+    (parsed,) = OverridesParser.create().parse_overrides([f"++seed={text}"])
+    key, value = compositions._setting(f"++seed={text}")
+    assert (key, type(value), repr(value)) == ("seed", type(parsed.value()), repr(parsed.value()))
+
+
+def test_hydra_composes_once_until_a_file_changes(tmp_path, monkeypatch):
+    def composes(*_):
+        raise AssertionError("composed anew")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compositions._composed.clear()
+    first = compose(["hw=2xh200", "seed=3"])
+    monkeypatch.setattr(compositions, "_raw", composes)
+    compositions._composed.clear()
+    assert compose(["hw=2xh200", "seed=3"]) == first
+    (kept,) = tmp_path.rglob("*.composed")
+    _, values = msgspec.msgpack.decode(kept.read_bytes())
+    for content in (msgspec.msgpack.encode(("of other files", values)), b"damaged"):
+        kept.write_bytes(content)
+        compositions._composed.clear()
+        with pytest.raises(AssertionError, match="composed anew"):
+            compose(["hw=2xh200", "seed=3"])
 
 
 def test_axes_are_steps_of_keys():
