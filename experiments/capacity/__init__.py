@@ -1,33 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the parallelism and the P:D ratio that serve the most requests of a workload under an SLO, on one machine.
+"""Find the most requests a second that given GPUs serve under an SLO, or the fewest GPUs that serve a given rate.
 
-Each deployment of the lists that fits is searched (`search`) for the highest load at which a share of requests meets
-`slo`; the search begins where a similar deployment ended.  What does not fit is skipped, with the reason.
+Deployments differ in parallelism, P:D ratio and copies; colocated engines are among them.  Closed form (`shapes`)
+rules out what cannot reach the best found so far, simulations (`search`) decide about the rest, most promising
+first, and the best are simulated again with more requests.
 """
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import groupby
+from functools import partial
+from pathlib import Path
 from typing import Annotated, NamedTuple
 
-from experiments.capacity.search import Capacity, Probe, Shape, capacity, configured, feasible
-from experiments.jobs import Columns, tabulated
-from experiments.serve import ServeOptions
-from pdsim.config import Config, ExperimentOptions
+from experiments.capacity import answer
+from experiments.capacity.answer import Entry, Found
+from experiments.capacity.search import LEAST, Capacity, Search, served
+from experiments.capacity.shapes import Plan, Shape, configured, listed, plans
+from experiments.parts import Parts
+from pdsim.config import Config, ExperimentOptions, canonical
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
-from pdsim.core.units import PositiveInt, format_time
-from pdsim.results.record import Metric, Result, Table, pareto
-from pdsim.serving.workload import Request, draw
+from pdsim.core.units import Frequency, PositiveInt
+from pdsim.results.record import Result
+from pdsim.serving.requests import RequestTable
+from pdsim.serving.workload import draw
 from pdsim.transfer.job import Target
+from pdsim.version import __version__
 
 TARGETS = ("model",)
 """Where the experiment can run."""
+
+_WAVE = 4
+"""Deployments that are searched before the best of them rules out others, on any number of processes."""
+
+_SEARCH, _AGAIN = 6, 3
+"""Simulations of a search, and of one that begins at a known answer, about: for the time that is left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,92 +50,150 @@ class CapacityOptions(ExperimentOptions):
     """
 
     name: str = "capacity"
-    # tensor parallelism of prefill instances
+    rate: Frequency = 0.0  # requests a second that the fewest GPUs are sought for; 0: the highest rate of all GPUs
+    # disaggregated, colocated, or both
+    deployment: Annotated[str, "one of any, disaggregated, colocated"] = "any"
+    # tensor parallelism of prefill instances, and of colocated engines
     prefill_tp: Annotated[tuple[PositiveInt, ...], "non-empty"] = (1, 2, 4, 8)
     decode_tp: Annotated[tuple[PositiveInt, ...], "non-empty"] = (1, 2, 4, 8)  # and of decode instances
-    # of either side, in every combination that fits
-    instances: Annotated[tuple[PositiveInt, ...], "non-empty"] = (1, 2, 3, 4, 5, 6, 7)
+    # of either side, in every combination that fits, and colocated engines
+    instances: Annotated[tuple[PositiveInt, ...], "non-empty"] = (1, 2, 3, 4, 5, 6, 7, 8)
     attainment: Annotated[float, "> 0 and < 1"] = 0.9  # share of requests that must meet the SLO
     requests: Annotated[int, ">= 100"] = 200  # of a probe
-    finalists: PositiveInt = 5  # deployments that are searched again, with more requests and half the tolerance
-    final_requests: Annotated[int, ">= 100"] = 2000  # of a probe of those
+    finalists: PositiveInt = 3  # deployments that are simulated again, with more requests and half the tolerance
+    final_requests: Annotated[int, ">= 100"] = 1000  # of a probe of those
     warmup: Annotated[float, ">= 0 and < 1"] = 0.1  # share of them, the first, that do not count
     tolerance: Annotated[float, "> 0 and < 1"] = 0.08  # of the load, to which the search goes on
-    start: Annotated[float, "> 0 and < 1"] = 0.6  # load of the first probe of each parallelism
+    start: Annotated[float, "> 0 and < 1"] = 0.6  # load of the first probe of the first deployments
     router: str = "least_tokens"  # as `experiment.router` of experiment=serve
-    processes: PositiveInt = 2  # that search deployments at the same time
+    processes: PositiveInt = 2  # that simulate deployments at the same time
+    parts: str = ""  # file that keeps finished searches: those that it has are not run again
 
 
-@dataclass(frozen=True)
-class _Chain:
-    """Deployments of one parallelism, in order: each search begins where the one before ended."""
+class _Searched(NamedTuple):
+    key: str
+    capacity: Capacity
+
+
+@dataclass
+class _Work:
+    """The searches of a run: done by processes, or taken from a file of parts; what is left is shown."""
 
     config: Config
     options: CapacityOptions
-    shapes: tuple[Shape, ...]
-    requests: tuple[Request, ...]
-    start: float  # load of the first probe
-    final: bool = False  # half the tolerance, and loads that surely hold and surely fail
+    requests: RequestTable
+    mapped: Callable[..., Iterator[Capacity]]
+    progress: ShowProgress
+    parts: Parts[_Searched] | None
+    done: int = 0  # requests simulated
+    share: float = 0.0
+    ran: int = 0
+    resumed: int = 0
 
-    def capacities(self) -> dict[Shape, Capacity]:
-        capacities: dict[Shape, Capacity] = {}
-        options, start = self.options, self.start
-        tolerance = options.tolerance / (2 if self.final else 1)
-        for shape in self.shapes:
-            own, how = configured(self.config, shape), (options.attainment, options.warmup, tolerance, start)
-            answer = capacity(own, self.requests, ServeOptions(router=options.router), *how, confident=self.final)
-            capacities[shape] = answer
-            start = answer.best.load if answer.best else start
-        return capacities
+    def capacities(self, searches: Sequence[Search], left: int, text: str) -> list[Capacity]:
+        """Return the answers of *searches*, in order; *left* is about how many requests are simulated after them."""
+        kept = self.parts.kept if self.parts else {}
+        todo = [each for each in searches if each.key not in kept]
+        options = self.options
+        one = partial(
+            Search.capacity,
+            config=self.config,
+            requests=self.requests,
+            router=options.router,
+            attainment=options.attainment,
+            warmup=options.warmup,
+        )
+        found = {each.key: kept[each.key].capacity for each in searches if each.key in kept}
+        self.resumed += len(found)
+        self._show(left + sum(map(_requests, todo)), text)
+        for number, (search, capacity) in enumerate(zip(todo, self.mapped(one, todo), strict=True), 1):
+            found[search.key] = capacity
+            if self.parts:
+                self.parts.add(_Searched(search.key, capacity))
+            self.ran += len(capacity.probes)
+            self.done += sum(probe.requests for probe in capacity.probes)
+            self._show(left + sum(map(_requests, todo[number:])), text)
+        return [found[each.key] for each in searches]
+
+    def _show(self, left: int, text: str) -> None:
+        self.share = max(self.share, self.done / (self.done + left) if left else self.share)
+        self.progress(self.share, text)
+
+
+def _requests(search: Search) -> int:
+    # that it simulates, about
+    return search.requests * (_AGAIN if search.confident else _SEARCH if search.search and not search.rate else 1)
 
 
 def run(config: Config, _: Target, progress: ShowProgress) -> Result:
-    """Search every deployment that fits and return the best, all of them, and the Pareto front.
+    """Return the best deployment, all that were simulated, at one rate, and the Pareto front.
 
-    First every shape is searched coarsely, in chains of one parallelism; then the best *finalists* again, with more
-    requests and half the tolerance.  Chains are independent and each is searched in order by one process, so the
-    result does not depend on the number of processes.  Raise a `ConfigError` if no deployment fits.
+    The result does not depend on the number of processes.  Raise a `ConfigError` if no deployment fits, or for a
+    file of parts of another configuration.
     """
     options = CapacityOptions.of(config)
+    if not config.hw.gpus:
+        raise ConfigError(f"experiment=capacity needs GPUs, hw={config.hw.name} has none; take hw=8xh200")
     workload = replace(config.workload, load=0.0)
     most = max(options.requests, options.final_requests)
     drawn = draw(replace(workload, count=min(most, workload.count or most)), config.seed, config.model.context)
-    requests = tuple(drawn.requests)
-    gpus = config.hw.nodes * config.hw.gpus
-    lists = (options.prefill_tp, options.decode_tp, options.instances)
-    shapes, refused = feasible(config, *lists, requests)
-    if not shapes:
+    shapes = listed(options.prefill_tp, options.decode_tp, options.instances, options.deployment)
+    fitting, refused = plans(config, tuple(shapes), drawn.requests, options.attainment)
+    if not fitting:
         raise ConfigError(
             f"no deployment of experiment.prefill_tp, decode_tp and instances can serve model={config.model.name} "
             f"on hw={config.hw.name}: {next(iter(refused.values()))}"
         )
-    chains = [
-        _Chain(config, options, tuple(group), requests[: options.requests], options.start)
-        for _, group in groupby(shapes, key=lambda shape: (shape.prefill_tp, shape.decode_tp))
-    ]
-    by_shape: dict[Shape, Capacity] = {}
     with _mapping(options.processes) as mapped:
-        for capacities in mapped(_Chain.capacities, chains):
-            by_shape |= capacities
-            progress(len(by_shape) / len(shapes), f"{len(by_shape)} of {len(shapes)} deployments searched")
-        finals = [
-            _Chain(config, options, (each.shape,), requests, each.probe.load, final=True)
-            for each in _ranked(by_shape, gpus)[: options.finalists]
-        ]
-        for capacities in mapped(_Chain.capacities, finals):
-            by_shape |= capacities
-            progress(1.0, f"{next(iter(capacities))} searched again")
-    ranked = _ranked(by_shape, gpus)
+        work = _Work(config, options, drawn.requests, mapped, progress, _parts(config, options))
+        found = (_fewest if options.rate else _highest)(work, fitting)
+    found = replace(
+        found,
+        asked=options.rate,
+        attainment=options.attainment,
+        warmup=options.warmup,
+        fitting=fitting,
+        refused=refused,
+        simulations=work.ran,
+    )
+    notes = [f"{work.resumed} searches were run before: experiment.parts={options.parts}"] if work.resumed else []
+    best = found.best
+    result = best and served(config, best.plan, drawn.requests, best.probe.rate, options.router)
     return Result(
         served=True,
-        summary=_metrics(ranked, by_shape, refused),
-        tables=_tables(ranked, by_shape, refused, gpus, config, options.attainment),
-        notes=list(drawn.notes),
+        summary=answer.metrics(found, config),
+        tables=answer.tables(found, config),
+        requests=result.requests if result else {},
+        transfers=result.transfers if result else (),
+        notes=[*drawn.notes, *notes],
     )
 
 
+def chosen(config: Config, metrics: Mapping[str, float | int | None]) -> Config:
+    """Return the serving run that a search of *config* with these *metrics* ended with: its requests are the same.
+
+    Raise a `ConfigError` if the search found no deployment at all.
+    """
+    options, names = CapacityOptions.of(config), ("prefill_tp", "decode_tp", "prefill_instances", "decode_instances")
+    parts, load = [metrics.get(f"best_{name}") for name in names], metrics.get("best_load")
+    if load is None or any(part is None for part in parts):
+        raise ConfigError("the search found no deployment, so there is none to explain")
+    count = max(options.requests, options.final_requests)
+    count = min(count, config.workload.count or count)
+    own = configured(config, Shape(*(int(part or 0) for part in parts)), options.router)
+    return replace(own, workload=replace(config.workload, count=count, load=load, scaling="time"))
+
+
+def _parts(config: Config, options: CapacityOptions) -> Parts[_Searched] | None:
+    if not options.parts:
+        return None
+    alike = replace(config, experiment=replace(options, parts="", processes=1))
+    of = hashlib.sha256(f"{__version__} {canonical(alike, 'output')}".encode()).hexdigest()
+    return Parts(Path(options.parts), {"capacity": 1, "configuration": of}, _Searched, "searches")
+
+
 @contextmanager
-def _mapping(processes: int) -> Iterator[Callable[..., Iterator[dict[Shape, Capacity]]]]:
+def _mapping(processes: int) -> Iterator[Callable[..., Iterator[Capacity]]]:
     if processes == 1:
         yield map
         return
@@ -131,133 +201,158 @@ def _mapping(processes: int) -> Iterator[Callable[..., Iterator[dict[Shape, Capa
         yield pool.imap
 
 
-class Point(NamedTuple):
-    """A probe of a deployment: a machine of *gpus* GPUs holds as many copies as fit, and the other GPUs are idle."""
+def _highest(work: _Work, fitting: Sequence[Plan]) -> Found:
+    # Closed form bounds each deployment.  Those that may beat the best so far are simulated, first at its rate.
+    options = work.options
+    order = sorted(fitting, key=lambda plan: (-plan.bound * plan.copies, plan.shape))
+    order = [plan for plan in order if plan.bound]
+    if not order:
+        return _nearest(work, fitting, 0.0)
+    entries: dict[Shape, Entry] = {}
+    finals = options.finalists * (_AGAIN + 1) * options.final_requests
+    best = 0.0
+    while wave := [plan for plan in order if plan.bound * plan.copies > best and plan.shape not in entries][:_WAVE]:
+        searches = [
+            Search(
+                plan=plan,
+                rate=best / plan.copies,
+                requests=options.requests,
+                start=max(LEAST, options.start * plan.bound / plan.full),
+                tolerance=options.tolerance,
+            )
+            for plan in wave
+        ]
+        open_ = sum(plan.bound * plan.copies > best and plan.shape not in entries for plan in order) - len(wave)
+        text = f"{len(entries)} deployments simulated, at most {open_ + len(wave)} left; best {best:.3g} requests/s"
+        answers = work.capacities(searches, open_ * options.requests + finals, text)
+        entries |= {plan.shape: _entry(plan, plan.copies, own) for plan, own in zip(wave, answers, strict=True)}
+        best = max(_rate(entry) for entry in entries.values())
+    settled: set[Shape] = set()
+    while some := _finalists(entries.values(), settled, options.finalists):
+        searches = [
+            Search(
+                plan=each.plan,
+                requests=options.final_requests,
+                start=each.probe.load * (1.0 if each.capacity.best else 0.9),
+                tolerance=options.tolerance / 2,
+                confident=True,
+            )
+            for each in some
+        ]
+        answers = work.capacities(
+            searches, len(some) * options.final_requests, f"{len(some)} finalists simulated again"
+        )
+        entries |= {
+            each.plan.shape: _entry(each.plan, each.copies, own) for each, own in zip(some, answers, strict=True)
+        }
+        settled |= {each.plan.shape for each in some}
+    ranked, failed = _ranked(entries.values())
+    alike = []
+    if ranked:
+        finalists = [entry for entry in (*ranked, *failed) if entry.plan.shape in settled]
+        alike = _at_rate(work, [(each.plan, each.copies) for each in finalists], ranked[0].rate)
+    return Found(ranked=ranked, failed=failed, alike=alike)
 
-    shape: Shape
-    capacity: Capacity
-    probe: Probe
-    gpus: int
 
-    @property
-    def copies(self) -> int:
-        """How many the machine holds."""
-        return self.gpus // self.shape.gpus
-
-    @property
-    def rate(self) -> float:
-        """Requests a second of all copies."""
-        return self.probe.rate * self.copies
-
-    @property
-    def tokens(self) -> float:
-        """Output tokens a second, over all GPUs of the machine."""
-        return self.probe.tokens * self.copies / self.gpus
-
-    def rate_at(self, load: float) -> float:
-        """Return `rate` at another *load*."""
-        return self.rate / self.probe.load * load
+def _finalists(entries: Iterable[Entry], settled: set[Shape], count: int) -> list[Entry]:
+    # The best *count*, and the best of each kind; after that any that is ranked above all of those.
+    ranked, failed = _ranked(entries)
+    order = [*ranked, *failed]
+    some = order[: 1 if settled else count]
+    if not settled:
+        some += [
+            one
+            for kind in (False, True)
+            if (one := next((each for each in order if each.plan.shape.colocated == kind), None)) and one not in some
+        ]
+    return [each for each in some if each.plan.shape not in settled]
 
 
-def _ranked(capacities: Mapping[Shape, Capacity], gpus: int) -> list[Point]:
-    # Those that meet the SLO at some load, most requests first, equal ones by shape.
-    able = [Point(shape, one, one.best, gpus) for shape, one in capacities.items() if one.best is not None]
-    return sorted(able, key=lambda point: (-point.rate, point.shape))
-
-
-def front(capacities: Mapping[Shape, Capacity], gpus: int, attainment: float) -> list[Point]:
-    """Return the probes that meet the SLO and that no other beats in throughput, TTFT and TPOT at once.
-
-    Better means more output tokens for each GPU, a shorter TTFT and a shorter TPOT, both at the 90th percentile.
-    """
-    held = [
-        Point(shape, one, probe, gpus)
-        for shape, one in sorted(capacities.items())
-        for probe in one.probes
-        if probe.holds(attainment) and probe.ttft is not None and probe.tpot is not None
+def _fewest(work: _Work, fitting: Sequence[Plan]) -> Found:
+    # By the number of GPUs, fewest first, until a deployment holds with many requests.
+    options, rate = work.options, work.options.rate
+    able = [
+        (plan, copies) for plan in fitting for copies in range(1, plan.copies + 1) if plan.bound * copies >= rate
     ]
-    return pareto(held, lambda point: (-point.tokens, point.probe.ttft or 0.0, point.probe.tpot or 0.0))
+    if not able:
+        return _nearest(work, fitting, rate)
+    levels: dict[int, list[tuple[Plan, int]]] = {}
+    for plan, copies in sorted(able, key=lambda one: (one[0].gpus * one[1], -one[0].bound * one[1], one[0].shape)):
+        levels.setdefault(plan.gpus * copies, []).append((plan, copies))
+    failed: list[Entry] = []
+    finals = options.finalists * options.final_requests
+    for gpus, those in levels.items():
+        text = f"{len(those)} deployments of {gpus} GPUs at {rate:g} requests/s"
+        entries = _at_rate(work, those, rate, options.requests, finals, text)
+        hopeful, others = _ranked(entries)
+        hopeful += [each for each in others if each.probe.attainment + each.probe.half >= options.attainment]
+        if hopeful:
+            some = hopeful[: options.finalists]
+            kinds = {each.plan.shape.colocated for each in some}
+            some += [each for each in (*hopeful, *others) if each.plan.shape.colocated not in kinds][:1]
+            alike = _at_rate(work, [(each.plan, each.copies) for each in some], rate)
+            sure, _ = _ranked(alike)
+            if sure:
+                again = {(each.plan.shape, each.copies) for each in alike}
+                rest = [each for each in entries if (each.plan.shape, each.copies) not in again]
+                ranked, unable = _ranked([*alike, *rest])
+                ranked = [*sure, *(each for each in ranked if each not in sure)]
+                return Found(ranked=ranked, failed=[*unable, *failed], alike=alike)
+            entries = [*alike, *(each for each in entries if each not in some)]
+        failed = sorted([*entries, *failed], key=_nearness)
+    return Found(ranked=(), failed=failed)
 
 
-def _metrics(
-    ranked: Sequence[Point], capacities: Mapping[Shape, Capacity], refused: Mapping[Shape, str]
-) -> list[Metric]:
-    best = ranked[0] if ranked else None
-    load, tokens = (
-        "offered load of its busier side there",
-        "output tokens a second there, over all GPUs of the machine",
-    )
-    return [
-        Metric("deployments", len(capacities), "deployments that fit the machine and were searched"),
-        Metric("deployments_within_slo", len(ranked), "of them, those that meet the SLO at some load"),
-        Metric("deployments_skipped", len(refused), "of the lists, those that do not fit"),
-        Metric("probes", sum(len(one.probes) for one in capacities.values()), "simulations"),
-        Metric("capacity_rate", best and best.rate, "requests a second of the best deployment"),
-        Metric("capacity_load", best and best.probe.load, load),
-        Metric("capacity_tokens_per_gpu", best and best.tokens, tokens),
+def _at_rate(
+    work: _Work, those: Sequence[tuple[Plan, int]], rate: float, requests: int = 0, left: int = 0, text: str = ""
+) -> list[Entry]:
+    # Simulate copies of deployments at one *rate* of all of them together, with the same requests.
+    options = work.options
+    searches = [
+        Search(
+            plan=plan,
+            rate=rate / copies,
+            requests=requests or options.final_requests,
+            search=False,
+            tolerance=options.tolerance,
+        )
+        for plan, copies in those
     ]
+    answers = work.capacities(searches, left, text or f"{len(those)} deployments compared at {rate:.3g} requests/s")
+    return [_entry(plan, copies, own) for (plan, copies), own in zip(those, answers, strict=True)]
 
 
-_COLUMNS: Columns[Point] = {
-    "deployment": ("prefill and decode instances and their tensor parallelism", lambda point: str(point.shape)),
-    "copies": ("that the machine holds", lambda point: point.copies),
-    "rate": ("requests a second of all copies", lambda point: point.rate),
-    "tokens/s/GPU": ("output tokens, over all GPUs of the machine", lambda point: point.tokens),
-    "load": ("of the busier side", lambda point: point.probe.load),
-    "95 % from": ("of the load: the highest that holds", lambda point: point.capacity.low),
-    "95 % to": ("the lowest that fails, or 1", lambda point: point.capacity.high),
-    "TTFT p90 s": ("", lambda point: point.probe.ttft),
-    "TPOT p90 s": ("", lambda point: point.probe.tpot),
-    "attainment": ("share of requests that meet the SLO", lambda point: point.probe.attainment or None),
-}
+def _nearest(work: _Work, fitting: Sequence[Plan], rate: float) -> Found:
+    # Closed form rules out all: the nearest are simulated nevertheless, at *rate* or where hardly anybody is served.
+    slo = work.config.slo
+
+    def excess(plan: Plan) -> tuple[float, float, Shape]:
+        return max(1.0, plan.ttft / slo.ttft, plan.tpot / slo.tpot), -plan.bound * plan.copies, plan.shape
+
+    some = sorted(fitting, key=excess)[:_WAVE]
+    entries = []
+    for plan in some:
+        own = rate or LEAST * plan.full * plan.copies
+        entries += _at_rate(work, [(plan, plan.copies)], own, work.options.requests)
+    return Found(ranked=(), failed=sorted(entries, key=_nearness))
 
 
-def _tables(
-    ranked: Sequence[Point],
-    capacities: Mapping[Shape, Capacity],
-    refused: Mapping[Shape, str],
-    gpus: int,
-    config: Config,
-    attainment: float,
-) -> list[Table]:
-    none = Probe(load=0.0, rate=0.0, tokens=0.0, attainment=0.0, half=0.0, ttft=None, tpot=None, requests=0)
-    unable = [Point(shape, one, none, gpus) for shape, one in sorted(capacities.items()) if one.best is None]
-    columns = {name: _COLUMNS[name] for name in ("deployment", "tokens/s/GPU", "TTFT p90 s", "TPOT p90 s", "load")}
-    reasons = Counter(
-        "more GPUs than the machine has" if "GPUs" in text else text.rpartition("; ")[0].split(": ", 1)[-1]
-        for text in refused.values()
-    )
-    skipped = [[count, reason] for reason, count in reasons.items()]
-    slo = f"TTFT <= {format_time(config.slo.ttft)} and TPOT <= {format_time(config.slo.tpot)}"
-    where = f"{config.model.name} on {config.hw.name}"
-    answer = [
-        ["searched", f"{len(capacities)} deployments searched, {len(refused)} skipped; {where}"],
-        ["SLO", f"{slo} for {attainment:.0%} of requests"],
-        *_answer(ranked),
-    ]
-    return [
-        Table("Answer", {"": "", " ": ""}, answer),
-        tabulated("Deployments", _COLUMNS, [*ranked, *unable]),
-        tabulated("Pareto front", columns, front(capacities, gpus, attainment)),
-        Table("Skipped", {"deployments": "", "because": ""}, skipped),
-    ]
+def _entry(plan: Plan, copies: int, capacity: Capacity) -> Entry:
+    probe = capacity.best or max(capacity.probes, key=lambda one: (one.attainment, one.load))
+    return Entry(plan=plan, copies=copies, capacity=capacity, probe=probe)
 
 
-def _answer(ranked: Sequence[Point]) -> Iterator[list[str]]:
-    # The best deployment, its interval, and how many come close.
-    if not ranked:
-        yield ["best", "none: the SLO fails at any load; relax slo, or take a faster machine"]
-        return
-    best, probe = ranked[0], ranked[0].probe
-    low, high = (best.rate_at(load) for load in (best.capacity.low, best.capacity.high))
-    share = f"{probe.attainment:.1%} +- {probe.half:.1%} of {probe.requests} requests at load {probe.load:.2f}"
-    times = ("-" if seconds is None else format_time(seconds) for seconds in (probe.ttft, probe.tpot))
-    yield ["best", f"{best.shape}, {best.copies} {'copy' if best.copies == 1 else 'copies'} on {best.gpus} GPUs"]
-    yield ["serves", f"{best.rate:.3g} requests/s, {best.tokens:.4g} tokens/s/GPU out"]
-    yield ["95 % interval", f"{low:.3g} to {high:.3g} requests/s"]
-    yield ["attainment", share]
-    yield ["latency", "TTFT p90 {}, TPOT p90 {}".format(*times)]
-    if len(ranked) > 1:
-        yield ["next", f"{ranked[1].shape}: {ranked[1].rate:.3g} requests/s"]
-    close = [other for other in ranked[1:] if other.rate_at(other.capacity.high) >= best.rate]
-    yield ["not told apart", f"{len(close)} others, whose intervals reach the best"]
+def _rate(entry: Entry) -> float:
+    return entry.rate if entry.capacity.best else 0.0
+
+
+def _nearness(entry: Entry) -> tuple[float, int, Shape]:
+    return -entry.probe.attainment, entry.gpus, entry.plan.shape
+
+
+def _ranked(entries: Iterable[Entry]) -> tuple[list[Entry], list[Entry]]:
+    # Those that hold, most requests first and of equal rates most within the SLO; and those that do not.
+    every = list(entries)
+    able = [each for each in every if each.capacity.best is not None]
+    unable = [each for each in every if each.capacity.best is None]
+    return sorted(able, key=lambda each: (-round(each.rate, 9), *_nearness(each))), sorted(unable, key=_nearness)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The deployments of given lists that fit a machine, and the highest load at which one meets an SLO.
+"""What simulations say of a deployment under an SLO: at one rate, and at which load it holds the SLO no longer.
 
 A load is what is offered over what the busier side can do, in closed form, so deployments of any size are searched
 between 0 and 1.  A probe holds if the share of requests that met the SLO reaches the target; it is sure if the
@@ -9,20 +9,16 @@ target lies outside the share's interval.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from experiments.serve import ServeOptions, check_fits, job, on_model, specs
+from experiments.capacity.shapes import Plan, configured
+from experiments.serve import ServeOptions, job, on_model
 from pdsim.config import Config
-from pdsim.core.errors import ConfigError
-from pdsim.models.llm import Parallel
-from pdsim.results.record import half_width, percentile
-from pdsim.serving.deployment import Deployment
-from pdsim.serving.load import offered_load, scaled
-from pdsim.serving.workload import Request
+from pdsim.results.record import Result, half_width, percentile
+from pdsim.serving.requests import RequestTable
 
 LEAST = 0.01
 """The lowest load that is probed: an SLO that fails there is missed by single requests."""
@@ -36,16 +32,19 @@ _STRIDE = 1.2
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """What a simulation at one load says of the SLO."""
+    """What a simulation of one copy at one load says of the SLO; requests of the warm-up count in nothing."""
 
     load: float  # of the busier side
     rate: float  # requests a second that were offered
     tokens: float  # output tokens a second that they ask for
     attainment: float  # share of requests that meet the SLO, 0 to 1
-    half: float  # of its 95 % interval, from batch means, since neighbouring requests are alike
+    within_ttft: float  # share that meet its TTFT
+    within_tpot: float  # share that meet its TPOT
+    half: float  # of the attainment's 95 % interval, from batch means, since neighbouring requests are alike
     ttft: float | None  # seconds, 90th percentile of those that got a first token
     tpot: float | None  # seconds, 90th percentile likewise
     requests: int  # simulated, the warm-up included
+    met: str  # a bit for each request in hexadecimal digits, set if it met the SLO; the last may be padding
 
     def holds(self, target: float) -> bool:
         """Return whether the share is at least *target*."""
@@ -54,6 +53,20 @@ class Probe:
     def sure(self, target: float) -> bool:
         """Return whether *target* lies outside the interval."""
         return abs(self.attainment - target) >= self.half
+
+
+def paired(one: Probe, other: Probe, warmup: float) -> tuple[float, float] | None:
+    """Return by how much *one* attains more than *other* with the same requests, and half the 95 % interval of that.
+
+    None if they are of different numbers of requests, or of too few.
+    """
+    if one.requests != other.requests:
+        return None
+    bits = [np.unpackbits(np.frombuffer(bytes.fromhex(each.met), np.uint8)) for each in (one, other)]
+    first, last = int(warmup * one.requests), one.requests
+    more = bits[0][first:last].astype(np.float64) - bits[1][first:last]
+    half = half_width(more, None)
+    return None if half is None else (float(more.mean()), half)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,17 +85,18 @@ def bisect(
     tolerance: float,
     start: float,
     *,
-    highest: float = 1.0,
+    known: Sequence[Probe] = (),
     confident: bool = False,
 ) -> Capacity:
-    """Return the highest load below *highest* at which *measure*, a simulation, holds, within a share *tolerance*.
+    """Return the highest load below 1 at which *measure*, a simulation, holds, within a share *tolerance*.
 
-    The search strides from *start*, such as the answer for a similar deployment, until it has a load that holds and
-    one that fails; the gap between them is then halved.  If *confident*, it goes on to loads that the interval tells
-    from *target*, on both sides.  *low* and *high* of the result are 0 and *highest* where no probe was sure.
+    *known* are probes that hold.  The search strides from *start* until it has a load that holds and one that fails;
+    the gap between them is then halved.  If *confident*, it goes on to loads that the interval tells from *target*,
+    on both sides.  *low* and *high* of the result are 0 and 1 where no probe was sure.
     """
-    probes: list[Probe] = []
-    low, high, load, stride = 0.0, highest, min(start, highest * 0.95), _STRIDE
+    probes = list(known)
+    low, high = max((one.load for one in known), default=0.0), 1.0
+    load, stride = min(start, 0.95), _STRIDE
     failed = False
     while high - low > tolerance * high and high > LEAST:
         probe = measure(load)
@@ -100,127 +114,99 @@ def bisect(
         stride *= stride
     best = max((one for one in probes if one.holds(target)), key=lambda one: one.load, default=None)
     if confident and best is not None:
-        probes += _surely(measure, target, best.load, highest, probes)
+        probes += _surely(measure, target, best.load, probes)
     sure = [one.load for one in probes if one.holds(target) and one.sure(target)]
     fails = [one.load for one in probes if not one.holds(target) and one.sure(target)]
-    return Capacity(best=best, low=max(sure, default=0.0), high=min(fails, default=highest), probes=tuple(probes))
+    return Capacity(best=best, low=max(sure, default=0.0), high=min(fails, default=1.0), probes=tuple(probes))
 
 
-def _surely(
-    measure: Callable[[float], Probe], target: float, load: float, highest: float, probes: Sequence[Probe]
-) -> list[Probe]:
+def _surely(measure: Callable[[float], Probe], target: float, load: float, probes: Sequence[Probe]) -> list[Probe]:
     # Down to one that surely holds, and up to one that surely fails, if there is any.
     measured: list[Probe] = []
     for step, holds in ((1 / _WIDER, True), (_WIDER, False)):
         at = load
         while not any(one.holds(target) == holds and one.sure(target) for one in (*probes, *measured)):
             at *= step
-            if not load / 2 < at < highest:
+            if not load / 2 < at < 1.0:
                 break
             measured.append(measure(at))
     return measured
 
 
-def capacity(
-    config: Config,
-    requests: Sequence[Request],
-    options: ServeOptions,
-    attainment: float,
-    warmup: float,
-    tolerance: float,
-    start: float,
-    *,
-    confident: bool = False,
-) -> Capacity:
-    """Return the capacity of *config* for *requests* by `bisect`, the first share *warmup* of them not counted.
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What one process does at a time: simulate a copy of *plan* at *rate* and, if *search*, find its capacity."""
 
-    Raise a `ConfigError` if it cannot serve them at all: a request fits no pool, or the model cannot be divided.
-    """
-    what = job(config, options)
-    check_fits(what, requests)
-    return bisect(
-        lambda load: _probe(config, what, requests, load, warmup), attainment, tolerance, start, confident=confident
-    )
-
-
-def _probe(config: Config, what: Deployment, requests: Sequence[Request], load: float, warmup: float) -> Probe:
-    # What becomes of *requests* that are offered at *load*, the first share *warmup* of them not counted.
-    given = scaled(replace(config.workload, load=load, scaling="time"), what, requests, config.seed)
-    columns = on_model(config, what, given).requests
-    first = int(warmup * len(given))
-    rows = list(zip(columns["ttft"], columns["tpot"], strict=True))[first:]
-    slo = config.slo
-    meets = [ttft is not None and ttft <= slo.ttft and (tpot or 0.0) <= slo.tpot for ttft, tpot in rows]
-    good: npt.NDArray[np.float64] = np.array(meets, dtype=np.float64)
-    offered = offered_load(what, given)
-    assert offered is not None
-    return Probe(
-        load=load,
-        rate=offered.rate,
-        tokens=offered.rate * sum(request.output for request in given) / len(given),
-        attainment=float(good.mean()),
-        half=half_width(good, None) or 0.0,
-        ttft=percentile([ttft for ttft, _ in rows if ttft is not None], 90.0),
-        tpot=percentile([tpot for _, tpot in rows if tpot is not None], 90.0),
-        requests=len(given),
-    )
-
-
-@dataclass(frozen=True, order=True)
-class Shape:
-    """A parallelism and a P:D ratio.
-
-    The order is that of the fields, so the smallest parallelism comes first.
-    """
-
-    prefill_tp: int
-    decode_tp: int
-    prefill: int  # instances
-    decode: int
+    plan: Plan
+    rate: float = 0.0  # requests a second of one copy that are tried first: without them there is no search; 0: none
+    requests: int  # the first so many
+    search: bool = True
+    start: float = 0.6  # load of the first probe of the search
+    tolerance: float
+    confident: bool = False  # go on to loads that surely hold and surely fail
 
     @property
-    def gpus(self) -> int:
-        """GPUs of one copy."""
-        return self.prefill_tp * self.prefill + self.decode_tp * self.decode
+    def key(self) -> str:
+        """Its name in a file of parts."""
+        return (
+            f"{self.plan.shape} rate={self.rate!r} requests={self.requests} search={self.search} "
+            f"start={self.start!r} tolerance={self.tolerance!r} confident={self.confident}"
+        )
 
-    def __str__(self) -> str:
-        return f"{self.prefill}P tp{self.prefill_tp} : {self.decode}D tp{self.decode_tp}"
+    def capacity(
+        self, config: Config, requests: RequestTable, router: str, attainment: float, warmup: float
+    ) -> Capacity:
+        """Return what was found; `Capacity.best` is None if the SLO failed at *rate*."""
+        plan, own = self.plan, requests[: self.requests]
+
+        def measure(load: float) -> Probe:
+            return probe(config, plan, own, load, router, warmup)
+
+        if not self.rate:
+            return bisect(measure, attainment, self.tolerance, self.start, confident=self.confident)
+        load = self.rate / plan.full
+        tried = measure(load)
+        if self.search and tried.holds(attainment):
+            known = (tried,)
+            return bisect(measure, attainment, self.tolerance, load * _STRIDE, known=known, confident=self.confident)
+        holds, sure = tried.holds(attainment), tried.sure(attainment)
+        return Capacity(
+            best=tried if holds else None,
+            low=load if holds and sure else 0.0,
+            high=load if sure and not holds else 1.0,
+            probes=(tried,),
+        )
 
 
-def configured(config: Config, shape: Shape) -> Config:
-    """Return *config* with the parallelism of *shape*; pipeline, context and data parallelism stay."""
-    prefill, decode = config.parallel.prefill, config.parallel.decode
-    parallel = Parallel(
-        prefill=replace(prefill, tp=shape.prefill_tp, instances=shape.prefill),
-        decode=replace(decode, tp=shape.decode_tp, instances=shape.decode),
+def served(config: Config, plan: Plan, requests: RequestTable, rate: float, router: str) -> Result:
+    """Return what becomes of *requests* that arrive at one copy of *plan* at a mean *rate* a second."""
+    own = configured(config, plan.shape, router)
+    assert isinstance(own.experiment, ServeOptions)
+    span = float(requests.arrival[-1] - requests.arrival[0])
+    given = requests.but(arrival=requests.arrival * ((len(requests) - 1) / span / rate))
+    return on_model(own, job(own, own.experiment), given)
+
+
+def probe(config: Config, plan: Plan, requests: RequestTable, load: float, router: str, warmup: float) -> Probe:
+    """Return what becomes of *requests* at *load*, the first share *warmup* of them not counted."""
+    rate = load * plan.full
+    columns = served(config, plan, requests, rate, router).requests
+    count, slo = len(requests), config.slo
+    first = int(warmup * count)
+    ttft, tpot = (list(columns[name]) for name in ("ttft", "tpot"))
+    soon = np.array([each is not None and each <= slo.ttft for each in ttft])
+    fast = np.array([one is not None and (each or 0.0) <= slo.tpot for one, each in zip(ttft, tpot, strict=True)])
+    good: npt.NDArray[np.float64] = (soon & fast)[first:].astype(np.float64)
+    return Probe(
+        load=load,
+        rate=rate,
+        tokens=rate * float(requests.output.sum()) / count,
+        attainment=float(good.mean()),
+        within_ttft=float(soon[first:].mean()),
+        within_tpot=float(fast[first:].mean()),
+        half=half_width(good, None) or 0.0,
+        ttft=percentile([each for each in ttft[first:] if each is not None], 90.0),
+        tpot=percentile([each for each in tpot[first:] if each is not None], 90.0),
+        requests=count,
+        met=np.packbits(soon & fast).tobytes().hex(),
     )
-    staging = config.kv.staging or (
-        shape.prefill_tp != shape.decode_tp and config.model.attention != "mla" and config.engine.handoff == "push"
-    )
-    return replace(config, parallel=parallel, kv=replace(config.kv, staging=staging))
-
-
-def feasible(
-    config: Config,
-    prefill_tp: Sequence[int],
-    decode_tp: Sequence[int],
-    instances: Sequence[int],
-    requests: Sequence[Request],
-) -> tuple[list[Shape], dict[Shape, str]]:
-    """Return the shapes that can serve *requests*, sorted, and why the others cannot.
-
-    Nothing is simulated: what is checked is that ranks have places, the model can be divided, and each request fits.
-    """
-    fitting, refused = [], {}
-    for parts in product(prefill_tp, decode_tp, instances, instances):
-        shape = Shape(*parts)
-        own = configured(config, shape)
-        try:
-            what = job(own, ServeOptions())
-            check_fits(what, requests)
-            specs(own, what, requests[:1])  # finds a place for each rank
-        except (ConfigError, ValueError) as error:
-            refused[shape] = str(error)
-        else:
-            fitting.append(shape)
-    return sorted(fitting), refused

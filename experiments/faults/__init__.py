@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated
 
 from experiments.faults.scenario import KINDS, Tried
-from experiments.faults.trials import CampaignParts, FaultTrial, shrunk, tries
+from experiments.faults.trials import FaultTrial, campaign_parts, shrunk, tries
 from pdsim.config import Config, ExperimentOptions
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
@@ -64,8 +64,8 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:  # no
     seeds = [options.seed] if options.seed is not None else range(first, first + options.scenarios)
     trials = [FaultTrial(seed, options.requests, options.intensity, frozenset(options.without)) for seed in seeds]
     alike = {"requests": options.requests, "intensity": options.intensity, "without": sorted(options.without)}
-    parts = CampaignParts(Path(options.parts), alike) if options.parts else None
-    tried = [parts.tried[seed] for seed in seeds if seed in parts.tried] if parts else []
+    parts = campaign_parts(Path(options.parts), alike) if options.parts else None
+    tried = [parts.kept[seed] for seed in seeds if seed in parts.kept] if parts else []
     known = {each.seed for each in tried}
     left, started = [trial for trial in trials if trial.seed not in known], time.monotonic()
     for done in tries(left, options.workers or os.cpu_count() or 1):
@@ -73,7 +73,11 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:  # no
         if parts:
             parts.add(done)
         progress(len(tried) / len(trials), f"{len(tried)} scenarios, {_bad(tried)} with violations")
-    notes = [f"{len(known)} scenarios were run before; {parts.note()}"] if parts else []
+    notes = []
+    if parts:
+        all_bad = _bad(parts.kept.values())
+        kept = f"{options.parts} keeps {len(parts.kept)} scenarios, {all_bad} with violations"
+        notes = [f"{len(known)} scenarios were run before; {kept}"]
     return _result(trials, sorted(tried), len(left), time.monotonic() - started, notes)
 
 

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -13,10 +11,8 @@ from multiprocessing import active_children
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
 from experiments.faults.scenario import KINDS, Tried, attempt, draw
-from pdsim.core.errors import ConfigError
+from experiments.parts import Parts
 from pdsim.verify.invariants import Violation
 
 CRASH = "crash"
@@ -113,50 +109,6 @@ def code() -> str:
     return digest.hexdigest()
 
 
-class CampaignParts:
-    """The scenarios that *path* keeps as they finish, by seed, so that a campaign can be run in parts and resumed.
-
-    A file of JSON lines: the first says by which code and with which *options* the scenarios were run, each other
-    one is a scenario.  Raise a `ConfigError` if the file is of another kind, of other options, or of other code.  A
-    last line that was cut short when a run was ended by force is dropped.
-    """
-
-    def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
-        self.tried: dict[int, Tried] = {}
-        self._path = path
-        head = json.loads(json.dumps({"faults": 1, "code": code(), **options}))
-        try:
-            if not path.exists() or not path.stat().st_size:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps(head) + "\n", encoding="utf-8")
-            first, *lines = path.read_bytes().splitlines(keepends=True)
-            header = json.loads(first)
-            for key, value in head.items():
-                if header[key] != value:
-                    raise ConfigError(
-                        f"experiment.parts={path} keeps scenarios of {key}={header[key]}, these are of {value}: "
-                        "they do not add up; name another file"
-                    )
-            if lines and not lines[-1].endswith(b"\n"):
-                torn = lines.pop()
-                os.truncate(path, path.stat().st_size - len(torn))
-            self.tried = {each.seed: each for each in (msgspec.json.decode(line, type=Tried) for line in lines)}
-        except OSError as error:
-            raise ConfigError(
-                f"experiment.parts={path}: {error.strerror}; name a file that can be written"
-            ) from error
-        except (ValueError, TypeError, KeyError) as error:
-            raise ConfigError(
-                f"experiment.parts={path} does not keep scenarios: {error}; name another file"
-            ) from error
-
-    def add(self, tried: Tried) -> None:
-        """Keep *tried*, for good when this returns."""
-        self.tried[tried.seed] = tried
-        with self._path.open("ab") as file:
-            file.write(msgspec.json.encode(tried) + b"\n")
-
-    def note(self) -> str:
-        """Return in one line what the file keeps."""
-        bad = sum(bool(each.violations) for each in self.tried.values())
-        return f"{self._path} keeps {len(self.tried)} scenarios, {bad} with violations"
+def campaign_parts(path: Path, options: Mapping[str, Any]) -> Parts[Tried]:
+    """Return what *path* keeps of the scenarios that this code ran with *options*, by seed."""
+    return Parts(path, {"faults": 1, "code": code(), **options}, Tried, "scenarios")

@@ -14,6 +14,7 @@ from typing import Any
 
 from pdsim.config import Config, compose
 from pdsim.config.compose import CommandLine
+from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
 from pdsim.core.units import format_time
 from pdsim.results import explain, store, terminal
@@ -63,7 +64,13 @@ def explain_two(folders: Sequence[Path], *, fast: bool = False, json: bool = Fal
 
 
 def _config(folder: Path) -> Config:
-    return compose.composed(CommandLine(path=str(folder), name="config"))
+    # of a search the run that it ended with
+    config = compose.composed(CommandLine(path=str(folder), name="config"))
+    chosen = getattr(plugins.resolve(plugins.EXPERIMENTS, config.experiment.name), "chosen", None)
+    if chosen is None:
+        return config
+    own: Config = chosen(config, {name: each["value"] for name, each in store.load(folder)["metrics"].items()})
+    return own
 
 
 def _simulated(folder: Path, simulate: Callable[[terminal.Progress], dict[str, Figures | str]]) -> _Tried:

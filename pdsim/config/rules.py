@@ -27,6 +27,8 @@ from pdsim.serving.policies import handoff_of
 from pdsim.serving.settings import Live, Workload
 from pdsim.transfer.job import Place
 
+__all__ = ["check", "notes", "placement"]
+
 
 def check(config: Config) -> None:
     """Raise a `ConfigError` with one line for each reason why *config* cannot be run, if there are any.
@@ -266,7 +268,7 @@ def _serving(config: Config) -> Iterator[str]:
     yield from _workload(config.workload, config.model.context)
     if config.target == "live":
         return  # the servers have their own memory and places
-    yield from _placement(config)
+    yield from placement(config)
     yield from _handoff(config)
     for name in ("prefill",) if getattr(config.experiment, "colocated", False) else ("prefill", "decode"):
         yield from _model(config, name, getattr(config.parallel, name))
@@ -417,7 +419,8 @@ def _workload(workload: Workload, context: int) -> Iterator[str]:
         yield f"workload.{name}={value} has no effect on {arrivals} arrivals; choose workload={uses[0]}, {other}"
 
 
-def _placement(config: Config) -> Iterator[str]:
+def placement(config: Config) -> Iterator[str]:
+    """Yield what is wrong with where *config* places prefill and decode instances on its machine."""
     hw, backend, parallel = config.hw, config.backend, config.parallel
     try:
         if getattr(config.experiment, "colocated", False):

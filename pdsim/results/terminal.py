@@ -500,10 +500,11 @@ def _measured(run: Mapping[str, Any]) -> Iterator[str]:
         left = len(named) - _MOST
     else:
         table = run["tables"][0]
-        rows = [list(table["columns"]), *([cell(value) for value in row] for row in table["rows"][:_MOST])]
+        most = len(table["rows"]) if table["title"] == "Answer" else _MOST
+        rows = [list(table["columns"]), *([cell(value) for value in row] for row in table["rows"][:most])]
         yield table["title"]
         yield from _aligned(rows, [True] * len(rows[0]))
-        left = len(table["rows"]) - _MOST
+        left = len(table["rows"]) - most
     if left > 0:
         yield f"... and {left} more: -v"
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite
 
 from pdsim.core.errors import ConfigError
 from pdsim.serving.deployment import Deployment
@@ -180,6 +180,31 @@ class _Decoding:
             held = middle * (self.pages + self.before / self.step(job, middle)) / self.steps
             low, high = (middle, high) if held <= job.decode_pages else (low, middle - 1)
         return low
+
+
+def decode_rate(job: Deployment, requests: Sequence[Request], tpot: float) -> tuple[float, float]:
+    """Return at how many *requests* a second decode's mean time per token reaches *tpot* seconds, and that of one.
+
+    By Little's law a batch of *b* has *b* tokens in the time of a step. Colocated engines whose steps are not mixed
+    prefill in between, and the batch waits.  The rate is 0.0 where one request alone takes longer.
+    """
+    requests = RequestTable.of(requests)
+    decoding = _Decoding.of(job, requests)
+    if not decoding.steps:
+        return inf, 0.0
+    steps = decoding.steps / len(requests)
+    prefill = 0.0
+    if job.colocated and not job.engine.mixed:
+        prefill = sum(prefill_iterations(job, requests.input.tolist())) / len(requests)
+    alone = decoding.step(job, 1)
+    if alone > tpot:
+        return 0.0, alone
+    low, high = 1, decoding.batch(job)
+    while low < high:
+        middle = (low + high + 1) // 2
+        late = decoding.step(job, middle) + middle * prefill / steps > tpot
+        low, high = (low, middle - 1) if late else (middle, high)
+    return len(job.decodes) / (prefill + steps * decoding.step(job, low) / low), alone
 
 
 def scaled(workload: Workload, job: Deployment, requests: Sequence[Request], seed: int) -> RequestTable:

@@ -1,30 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
 """`experiment=capacity`: a bracket that closes, deployments that fit, an answer on any number of processes."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from experiments.capacity import CapacityOptions, front, run
-from experiments.capacity.search import Capacity, Probe, Shape, bisect, configured, feasible
+from experiments import serve
+from experiments.capacity import CapacityOptions, chosen, run
+from experiments.capacity.answer import Entry, front
+from experiments.capacity.search import Capacity, Probe, Search, bisect, paired
+from experiments.capacity.shapes import Plan, Shape, configured, listed, plans
+from pdsim.config import Config
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import silent
+from pdsim.hardware.machine import Machine, Nic
 from pdsim.results.record import Result
 from pdsim.serving.settings import Kv, Slo
-from pdsim.serving.workload import load
+from pdsim.serving.workload import draw, load
 from pdsim.sim.model import Model
+from tests.support.configs import EIGHT, ENGINE
 from tests.support.serving import GENERATED, GQA
 from tests.support.serving import configured as served
 
 ROOMY = Kv(page_size=16)
+SLO = Slo(ttft=0.1, tpot=0.1)
 
 
-def probe(load: float, attainment: float = 1.0, half: float = 0.0, ttft: float = 0.1, tpot: float = 0.01) -> Probe:
+def probe(load: float, attainment: float = 1.0, half: float = 0.0, ttft: float = 0.1, met: str = "") -> Probe:
     return Probe(
-        load=load, rate=load * 10, tokens=load, attainment=attainment, half=half, ttft=ttft, tpot=tpot, requests=100
-    )
+        load=load, rate=load * 10, tokens=load, attainment=attainment, within_ttft=attainment, within_tpot=1.0,
+        half=half, ttft=ttft, tpot=ttft / 10, requests=100, met=met,
+    )  # fmt: skip
 
 
 def at(load: float, *, knee: float = 0.63, half: float = 0.0) -> Probe:
@@ -58,45 +69,152 @@ def test_capacity_is_none_where_single_requests_fail_and_ends_below_the_closed_f
 
 
 def test_the_front_keeps_what_nothing_beats():
-    fast, full = probe(0.2), probe(0.8, ttft=0.4, tpot=0.03)
-    beaten, failed = probe(0.5, ttft=0.5, tpot=0.03), probe(0.9, attainment=0.5, ttft=0.01)
+    fast, full = probe(0.2), probe(0.8, ttft=0.4)
+    beaten, failed = probe(0.5, ttft=0.5), probe(0.9, attainment=0.5, ttft=0.01)
     one = Capacity(best=full, low=0.0, high=1.0, probes=(fast, full, beaten, failed))
-    assert [each.probe for each in front({Shape(1, 1, 4, 4): one}, 8, 0.9)] == [full, fast]
+    plan = Plan(shape=Shape(1, 1, 4, 4), gpus=8, copies=1, full=10.0, bound=10.0, ttft=0.1, tpot=0.01)
+    entry = Entry(plan=plan, copies=1, capacity=one, probe=full)
+    assert [each.probe for each in front([entry], 0.9)] == [full, fast]
+
+
+def test_a_difference_is_of_the_same_requests():
+    every, half = probe(0.5, met="f" * 26), probe(0.5, attainment=0.5, met="5" * 26)
+    more = paired(every, half, 0.1)
+    assert more is not None
+    assert more[0] == 0.5
+    assert 0.0 <= more[1] < 0.2
+    assert paired(every, every, 0.1) == (0.0, 0.0)
+
+
+def fitting() -> tuple[list[Plan], dict[Shape, str]]:
+    config = served(model=GQA, kv=ROOMY, slo=SLO, workload=GENERATED)
+    requests = load(config.workload, 0, config.model.context)
+    return plans(config, list(listed((1, 2, 3), (1,), (1, 4, 7), "any")), requests, 0.9)
 
 
 def test_deployments_that_do_not_fit_are_named_with_the_reason():
-    config = served(model=GQA, kv=ROOMY)
-    requests = load(config.workload, 0, config.model.context)
-    shapes, refused = feasible(config, (1, 2, 3), (1,), (1, 4, 7), requests)
-    assert Shape(1, 1, 4, 4) in shapes
-    assert all(shape.gpus <= 8 for shape in shapes)
+    able, refused = fitting()
+    shapes = {plan.shape: plan for plan in able}
+    assert (shapes[Shape(1, 1, 4, 4)].gpus, shapes[Shape(1, 1, 1, 1)].copies) == (8, 4)
+    assert shapes[Shape(2, 2, 4, 0)].gpus == 8  # colocated
+    assert all(plan.gpus * plan.copies <= 8 for plan in able)
     assert "GPUs" in refused[Shape(1, 1, 4, 7)]
     assert "heads" in refused[Shape(3, 1, 1, 1)]
-    assert len(shapes) + len(refused) == 27
+    assert len(able) + len(refused) == 27 + 9
+    config = served(model=GQA, kv=ROOMY)
     staging = [configured(config, Shape(tp, 2, 1, 1)).kv.staging for tp in (2, 1)]
     assert staging == [False, True]  # sides of different width stage
 
 
-def search(**options: Any) -> Result:
+def test_copies_share_no_node_in_part_and_instances_none_at_all():
+    hw, backend = replace(EIGHT, nodes=3, nic=Nic(count=8, rate=50e9)), replace(ENGINE, inter=ENGINE.intra)
+    shapes = [Shape(2, 2, 1, 2), Shape(4, 4, 1, 2), Shape(4, 8, 1, 1), Shape(8, 1, 1, 4)]
+    config = served(model=GQA, kv=ROOMY, hw=hw, backend=backend)
+    able, _ = plans(config, shapes, load(config.workload, 0, config.model.context), 0.9)
+    assert [(plan.gpus, plan.copies) for plan in able] == [(6, 3), (12, 1), (12, 1), (12, 1)]
+    nodes = [configured(config, plan.shape).hw.nodes for plan in able]
+    assert nodes == [1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("slo", [SLO, Slo(ttft=0.1, tpot=0.0021)])
+def test_no_simulation_holds_above_what_closed_form_allows(slo: Slo):
+    workload = replace(GENERATED, count=200, output_mean=60)
+    config = served(model=GQA, kv=ROOMY, slo=slo, workload=workload)
+    requests = draw(workload, 0, config.model.context).requests
+    able, _ = plans(config, list(listed((1,), (1,), (1, 2), "any")), requests, 0.9)
+    assert len(able) == 5
+    for plan in able:
+        above = Search(plan=plan, rate=1.1 * plan.bound, requests=200, search=False, tolerance=0.1)
+        found = above.capacity(config, requests, "least_tokens", 0.9, 0.1)
+        assert found.best is None or plan.bound == pytest.approx(plan.full), plan  # a queue has no time to grow
+
+
+def search(**changes: Any) -> Result:
+    config = wanted(**changes)
+    return run(config, Model(config.hw, config.backend), silent)
+
+
+def wanted(slo: Slo = SLO, hw: Machine = EIGHT, **options: Any) -> Config:
     small = {
         "prefill_tp": (1,), "decode_tp": (1,), "instances": (1, 2),
         "requests": 100, "final_requests": 150, "finalists": 1, "processes": 1,
     }  # fmt: skip
     experiment = CapacityOptions(**small | options)
-    slo = Slo(ttft=0.1, tpot=0.1)
-    config = served(model=GQA, kv=ROOMY, experiment=experiment, workload=GENERATED, slo=slo)
-    return run(config, Model(config.hw, config.backend), silent)
+    workload = replace(GENERATED, count=150)
+    return served(model=GQA, kv=ROOMY, experiment=experiment, workload=workload, slo=slo, hw=hw)
+
+
+def told(result: Result) -> dict[str, str]:
+    return {row[0]: row[1] for row in result.tables[0].rows}
 
 
 def test_the_answer_does_not_depend_on_the_number_of_processes():
     one, two = search(), search(processes=2)
     assert (one.summary, one.tables) == (two.summary, two.tables)
-    assert (one.values["deployments"], one.values["deployments_within_slo"]) == (4, 4)
-    answer = {row[0]: row[1] for row in one.tables[0].rows}
-    assert len(one.tables[0].rows) <= 10
-    assert answer["best"].endswith((" copies on 8 GPUs", " copy on 8 GPUs"))
+    assert one.values["deployments"] == 5
+    assert one.values["deployments_within_slo"]
+    assert " of 8 GPUs" in told(one)["best"]
+    at_one_rate = {round(row[3], 6) for row in one.tables[1].rows}
+    assert len(at_one_rate) == 1
+
+
+def test_fewest_gpus_serve_a_rate_that_fewer_do_not():
+    most = search(deployment="disaggregated", instances=(1,)).values["capacity_rate"]
+    assert most is not None
+    few, many = (search(rate=share * most / 4, deployment="disaggregated", instances=(1,)) for share in (0.9, 2.5))
+    assert (few.values["capacity_gpus"], few.values["best_copies"]) == (2, 1)
+    assert (many.values["capacity_gpus"], many.values["best_copies"]) == (6, 3)
+    assert many.values["capacity_rate"] == pytest.approx(2.5 * most / 4)
+    assert told(many)["fewest GPUs"] == "6 of 8: 1P tp1 : 1D tp1, 3 copies"
+
+
+def test_a_price_is_spread_over_the_tokens():
+    result = search(rate=20.0, hw=replace(EIGHT, price=2.0))
+    tokens, cost = result.values["capacity_tokens_per_gpu"], result.values["capacity_cost"]
+    assert tokens
+    assert cost == pytest.approx(2.0 / 3600 / tokens * 1e6)
+    assert "hw.price=2" in told(result)["cost"]
+
+
+def test_what_nothing_holds_says_how_near_and_why():
+    slow, crowded = search(rate=1.0, slo=Slo(ttft=1e-6, tpot=0.1)), search(rate=1e5)
+    assert told(slow)["fails"].startswith("TTFT: TTFT by 0.0%")
+    assert told(slow)["one prompt alone"].startswith("TTFT of ")
+    assert told(crowded)["one prompt alone"].startswith("meets both")
+    assert told(search(slo=Slo(ttft=1e-6, tpot=0.1)))["best"].startswith("none of 8 GPUs")
+    assert slow.values["capacity_rate"] is None
+
+
+def test_a_search_goes_on_from_its_parts(tmp_path: Path):
+    file = tmp_path / "parts.jsonl"
+    whole = search(parts=str(file))
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join(lines[:3]) + "\n")
+    again = search(parts=str(file))
+    assert again.tables == whole.tables
+    assert again.notes[-1].startswith("2 searches were run before")
+    assert len(file.read_text().splitlines()) == len(lines)
+    with pytest.raises(ConfigError, match="they do not add up"):
+        search(parts=str(file), requests=101)
+
+
+def test_the_chosen_run_serves_the_same_requests():
+    config = wanted()
+    result = run(config, Model(config.hw, config.backend), silent)
+    own = chosen(config, result.values)
+    again = serve.run(own, Model(own.hw, own.backend), silent)
+    assert list(again.requests["ttft"]) == pytest.approx(list(result.requests["ttft"]))
+
+
+def test_what_is_left_never_grows():
+    shares: list[float] = []
+    config = wanted()
+    run(config, Model(config.hw, config.backend), lambda share, *_: shares.append(share))
+    assert shares == sorted(shares)
+    assert shares[-1] <= 1.0
+    assert len({*shares}) > 3
 
 
 def test_a_search_without_a_deployment_is_refused():
     with pytest.raises(ConfigError, match="no deployment of experiment"):
-        search(prefill_tp=(3,))
+        search(prefill_tp=(3,), deployment="disaggregated")

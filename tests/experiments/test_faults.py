@@ -17,7 +17,7 @@ from msgspec.structs import replace as changed
 
 from experiments.faults import FaultsOptions, reached, run, scenario
 from experiments.faults.scenario import KINDS, RARE, Tried, attempt, draw
-from experiments.faults.trials import CRASH, CampaignParts, FaultTrial, shrunk, tries
+from experiments.faults.trials import CRASH, FaultTrial, campaign_parts, shrunk, tries
 from pdsim.core.clock import fire
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import silent
@@ -113,15 +113,15 @@ def test_each_seed_of_a_run_has_scenarios_of_its_own(tmp_path: Path):
 
 def test_parts_of_other_code_or_options_do_not_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     file = tmp_path / "parts.jsonl"
-    CampaignParts(file, {"requests": 5})
+    campaign_parts(file, {"requests": 5})
     with pytest.raises(ConfigError, match="requests=5, these are of 6"):
-        CampaignParts(file, {"requests": 6})
+        campaign_parts(file, {"requests": 6})
     monkeypatch.setattr("experiments.faults.trials.code", lambda: "other")
     with pytest.raises(ConfigError, match="these are of other"):
-        CampaignParts(file, {"requests": 5})
+        campaign_parts(file, {"requests": 5})
     file.write_text("{}\n")
     with pytest.raises(ConfigError, match="does not keep scenarios"):
-        CampaignParts(file, {"requests": 5})
+        campaign_parts(file, {"requests": 5})
 
 
 def test_real_engines_are_refused():

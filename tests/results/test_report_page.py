@@ -32,7 +32,7 @@ FIGURES = {
     "pulled": {"latency", "phases", "time", "queues", "transfers", "ranks", "use"},
     "transfer": {"transfers", "ranks", "use"},
     "sweep": {"knee", "pareto", "keys"},
-    "capacity": {"pareto"},
+    "capacity": {"pareto", "latency", "phases", "queues", "time"},
     "validation": {"agreement", "errors"},
 }
 READING = re.compile(r'<p class="reading">([^<]+)</p>')
