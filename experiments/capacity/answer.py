@@ -43,7 +43,7 @@ class Entry:
         """Return `rate` at another *load*."""
         return self.plan.full * load * self.copies
 
-    def cost(self, price: float) -> float | None:
+    def cost(self, price: float | None) -> float | None:
         """Return what a million output tokens cost at *price* for a GPU and hour; None without a price."""
         return price / self.tokens / 3600 * 1e6 if price else None
 
@@ -183,8 +183,8 @@ def _answer(found: Found, config: Config) -> Iterator[list[str]]:
         yield ["95 % interval", f"{low:.3g} to {high:.3g} requests/s"]
     yield ["attainment", f"{_attained(best)} at load {best.probe.load:.2f}"]
     yield ["latency", f"TTFT p90 {_time(best.probe.ttft)}, TPOT p90 {_time(best.probe.tpot)}"]
-    if cost := best.cost(config.hw.price):
-        yield ["cost", f"{cost:.3g} per million output tokens at hw.price={config.hw.price:g} a GPU-hour"]
+    if price := config.hw.price:
+        yield ["cost", f"{best.cost(price):.3g} per million output tokens at hw.price={price:g} a GPU-hour"]
     others = [one for one in found.alike if (one.plan.shape, one.copies) != (best.plan.shape, best.copies)]
     same = next((one for one in found.alike if one not in others), best)
     if others and not found.asked:

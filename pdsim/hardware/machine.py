@@ -175,6 +175,6 @@ class Machine:
     nic: Nic
     host: Host
     link: NetworkLink | None = None  # between nodes, for TCP; without one only the hosts limit it
-    price: NotNegative = 0.0  # of a GPU for an hour, in any currency: what `experiment=capacity` counts; 0: unknown
+    price: NotNegative | None = None  # of a GPU for an hour, in any currency: what `experiment=capacity` counts
     guest: bool = False  # ``target=real`` emulates it, with an RDMA device (`backends.emulation.guest`)
     sources: Mapping[str, str] = field(default_factory=dict)
