@@ -34,7 +34,7 @@ RUNS = (
 """Both sides' programs, pages, state and contents, over every path."""
 TESTS = (
     *(f"tests/sim/test_{name}.py" for name in ("endpoint", "hosts", "link", "memory", "posting")),
-    *(f"tests/kv/test_{name}.py" for name in ("messages", "pages", "plan", "push", "receiver", "rooms")),
+    *(f"tests/kv/test_{name}.py" for name in ("messages", "pages", "plan", "push", "receiver")),
     "tests/test_clock.py",
 )
 """Tests of modules that are compiled, and of the messages that these pass on: about ten seconds."""
