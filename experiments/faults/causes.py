@@ -124,14 +124,15 @@ class Causes:
         self._held: Set[int] = frozenset()
         self._broken: Set[int] = frozenset()
 
-    def rank(self, name: str, error: str, at: float) -> bool:
-        """Return whether rank *name* may end with *error* then: if it is killed, or its instance has lost a rank."""
+    def rank(self, name: str, error: str, at: float, born: float = 0.0) -> bool:
+        """Return whether rank *name* may end with *error* then: killed, or its instance lost a rank since *born*."""
         kind, kill = error.partition(":")[0], self._scenario.kill
         if kind == "Killed":
             return name in kill
-        absences = [(each.rank, each.start) for each in self._scenario.faults.absences]
+        losses = [(rank, when, when) for rank, when in kill.items()]
+        losses += [(each.rank, each.start, each.end) for each in self._scenario.faults.absences]
         lost = any(
-            when <= at for other, when in (*kill.items(), *absences) if instance_of(other) == instance_of(name)
+            start <= at and end >= born for other, start, end in losses if instance_of(other) == instance_of(name)
         )
         return kind == "PeerLost" and (lost or self._alone(name, error, at))
 
@@ -193,7 +194,7 @@ class Causes:
         for limit, words in ((job.bootstrap_timeout, "no pages at decode"), (job.waiting_timeout, "not all of it")):
             if limit and words in status:
                 return past.ended - past.tries[-1][0] >= limit
-        if "the lease of" not in status:
+        if "the lease of" not in status or past.ended - past.tries[-1][0] < job.engine.lease:
             return False
         if any(self._is_out(instance, past.began, past.ended) for instance in past.instances):
             return True  # nobody reads, or renews

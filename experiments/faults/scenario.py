@@ -9,7 +9,7 @@ Deployments are tiny: contention, preemption and wrap-around are more frequent t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from math import inf
 from typing import Any, NamedTuple
@@ -70,6 +70,8 @@ KINDS = {
     "routes": "other routing policies, unknown output lengths, fewer retries",
     "gathers": "context-parallel ranks gather KV",
     "caches": "prompts begin alike; prefix caches, with eviction and host memory",
+    "siblings": "all instances of a side are lost, and start again",
+    "stale": "messages of a killed rank arrive when it starts again",
 }
 """The kinds of faults and unusual circumstances, and their effects: the table of `docs/faults.md`.
 
@@ -235,6 +237,8 @@ def draw(seed: int, count: int, intensity: float, without: frozenset[str] = froz
     ranks = [name for instance in (*job.prefills, *job.decodes) for name in job.ranks(instance)]
     faults = _faults(random, kinds, ranks, span, job.deadline)
     kill, restart = _losses(random, kinds, job, ranks, span, faults)
+    if "stale" in kinds:
+        faults = replace(faults, silences=(*faults.silences, *_stale(random("stale"), ranks, kill, restart)))
     ends = [each.end for each in (*faults.slow, *faults.squeezes, *faults.absences)]
     calm = max([requests[-1].arrival, *kill.values(), *restart.values(), *ends]) + DEADLINE
     specs = serve.specs(config, job, requests)
@@ -286,6 +290,9 @@ def attempt(scenario: Scenario) -> Tried:
     )
     with counted(checks.reached):
         outcome = model.run(scenario.specs, scenario.kill, scenario.restart)
+    timeout = scenario.engine.timeout
+    for rank in outcome.ranks.values():
+        checks.bounds.transferred(rank.transfers, timeout)
     statuses = causes.know(outcome, checks.held, checks.broken_rooms)
     violations = checks.finish(statuses, causes.request, causes.unrecovered(outcome), causes.sent_wrongly())
     counts = dict(Counter(status.partition(":")[0] for status in statuses))
@@ -429,9 +436,38 @@ def _losses(
     if "restarts" in kinds:
         for absence in faults.absences:
             restart = dict.fromkeys(job.ranks(instance_of(absence.rank)), absence.end + 2 * DEADLINE) | restart
+    if "siblings" in kinds:  # from the same instant to a deadline apart
+        own = random("siblings")
+        first, apart = float(own.uniform(0.0, span)), 10.0 ** float(own.uniform(-4.0, 0.3))
+        for sibling in job.prefills if own.random() < 0.5 else job.decodes:
+            of_it, when = list(job.ranks(sibling)), first + apart * float(own.random())
+            chosen_rank, again = (
+                of_it[int(own.integers(len(of_it)))],
+                when + float(own.uniform(0.01, 1.5 * DEADLINE)),
+            )
+            kill[chosen_rank] = when
+            restart |= dict.fromkeys(of_it, again + 1.5 * DEADLINE) | {chosen_rank: again}
     if "router" in kinds:
         kill[ROUTER] = float(random("router").uniform(0.0, span))
     return kill, restart
+
+
+def _stale(
+    random: np.random.Generator, ranks: Sequence[str], kill: dict[str, float], restart: dict[str, float]
+) -> Iterator[Silence]:
+    # What each rank that starts again said last arrives when its next process has just started, or soon after.  If
+    # nothing else does, one is killed and starts again, half of the time before it has served.
+    name = ranks[int(random.integers(len(ranks)))]
+    early, when, again = random.random(3).tolist()
+    if not kill.keys() & restart.keys():
+        kill[name] = 10.0 ** (-5.0 + 2 * when) if early < 0.5 else 0.5 * when
+        first = kill[name] + 10.0 ** (-2.0 + 2 * again)
+        others = [other for other in ranks if instance_of(other) == instance_of(name)]
+        restart |= dict.fromkeys(others, first + 1.5 * DEADLINE) | {name: first}
+    for rank in ranks:
+        before, after = (10.0 ** random.uniform((-4.0, -5.5), (-2.0, -2.0))).tolist()
+        if rank in kill and kill[rank] < restart.get(rank, 0.0):
+            yield Silence(rank, max(0.0, kill[rank] - before), restart[rank] + after)
 
 
 def _holding(spec: RankSpec) -> RankSpec:

@@ -525,6 +525,7 @@ class PrefillWorker:
         self._computed_one = False  # whether one has since `_worked` was called
         self._unposted: deque[tuple[tuple[Chunk, ...], bool]] = deque()  # of forwards that have ended
         self._unsent: deque[Forward] = deque()  # that have begun, and whose chunks have not all been sent
+        self._load: Event | None = None  # the last from host memory; forwards wait for it
         self._early: list[Forward] = []  # of these, those whose cached pages wait for the chunks before them
         engine.works.append(self._worked)
         offload = engine.current(lambda _, message: self.offload(message))
@@ -540,12 +541,17 @@ class PrefillWorker:
         traffic = self.engine.traffic
         if message.nbytes:
             traffic.offload(message.nbytes)
-        return traffic.offload(message.back, back=True) if message.back else self.engine.clock.timeout(0)
+        if not message.back:
+            return self.engine.clock.timeout(0)
+        load, before = traffic.offload(message.back, back=True), self._load
+        self._load = load if before is None or before.processed else self.engine.clock.all_of([before, load])
+        return load
 
     def compute(self, message: Forward) -> Event:
         """Occupy the device with a forward, then move its chunks.  The event succeeds when the forward ends.
 
-        A pipeline stage begins when the stages before it have passed the forward on, as long each as *message* says.
+        A pipeline stage begins when the stages before it have passed the forward on, as long each as *message* says,
+        and what it reads is here from host memory.
         """
         self.mover.sender.expect((*message.cached, *message.chunks))
         self._computing += 1
@@ -555,17 +561,20 @@ class PrefillWorker:
         stage_seconds = message.seconds + self.engine.job.gather_seconds(sum(message.tokens))
         for stage, end in enumerate(self._passed):
             begin = self._passed[stage] = max(begin, end) + stage_seconds
-        if begin > clock.now:
+        load = None if self._load is None or self._load.processed else self._load
+        if begin > clock.now or load is not None:
             forward = clock.event()
-            clock.call_at(begin, lambda done: self.engine.guard(self._pass, message, done), forward)
+            clock.call_at(begin, lambda done: self.engine.guard(self._pass, message, load, done), forward)
         else:
             forward = self._begin_forward(message)
         assert forward.callbacks is not None
         forward.callbacks.append(lambda _: self.engine.guard(self._computed, message))
         return forward
 
-    def _pass(self, message: Forward, done: Event) -> None:
-        if not self.engine.has_ended:
+    def _pass(self, message: Forward, load: Event | None, done: Event) -> None:
+        if load is not None and load.callbacks is not None:
+            load.callbacks.append(lambda _: self.engine.guard(self._pass, message, None, done))
+        elif not self.engine.has_ended:
             forward = self._begin_forward(message)
             assert forward.callbacks is not None
             forward.callbacks.append(lambda _: fire(done))

@@ -45,6 +45,7 @@ class ComputedChecker:
         self._schedulers: dict[str, Any] = {}  # by instance, of its last incarnation
         self._ranks: dict[str, dict[str, Any]] = {}  # by instance and name
         self._prompts: dict[int, int] = {}  # by room
+        self._loads: dict[int, list[tuple[int, Pages, int]]] = {}  # by program: pages that come from host memory
         self._done: dict[str, dict[int, int]] = {}  # by rank and room: tokens that are computed, in this incarnation
 
     def joined(self, member: Any) -> None:
@@ -69,6 +70,7 @@ class ComputedChecker:
                 pool.reuse = partial(self._reuse, member, pool.reuse)
             scheduler.iteration_seconds = partial(self._timed, name, scheduler.iteration_seconds)
             scheduler.next_forward = partial(self._chosen, name, scheduler.next_forward)
+        worker.offload = partial(self._offloaded, member, worker.offload)
         worker.compute = partial(self._compute, member, worker.compute)
         contents.computed = partial(self._own, name)
 
@@ -148,7 +150,7 @@ class ComputedChecker:
 
     def _reuse(self, member: Any, reuse: Callable[..., Any], room: int, count: int, keys: Any) -> Any:
         given, pool = reuse(room, count, keys), member.scheduler.pages.pool
-        if given is not None and pool.loaded:  # they come from host memory before the forward
+        if given is not None and pool.loaded:  # they come from host memory, and are here when that has ended
             first, page_size = given[1] - pool.loaded, member.job.page_size
             for other in self._ranks[member.rank.name.partition(".")[0]].values():
                 lives = other.rank.endpoint.ended is None and other.rank.device.holds_bytes
@@ -156,8 +158,21 @@ class ComputedChecker:
                     back = [page for start, size in given[0] for page in range(start, start + size)][
                         first : given[1]
                     ]
-                    other.mover.contents.fill_again(room, tuple((page, 1) for page in back), first * page_size)
+                    self._loads.setdefault(id(other), []).append(
+                        (room, tuple((page, 1) for page in back), first * page_size)
+                    )
         return given
+
+    def _offloaded(self, member: Any, offload: Callable[[Any], Any], message: Any) -> Any:
+        moved, loads = offload(message), self._loads.pop(id(member), [])
+
+        def loaded(_: Any) -> None:
+            for load in loads:
+                member.mover.contents.fill_again(*load)
+
+        if loads:
+            moved.callbacks.insert(0, loaded)
+        return moved
 
     def _marks(self, room: int, tokens: range) -> npt.NDArray[np.uint64]:
         marks = np.zeros(len(tokens), np.uint64)

@@ -38,6 +38,7 @@ from pdsim.serving.router import Router
 from pdsim.sim.faults import Observer
 from pdsim.transfer import Batch
 from pdsim.verify import refuse_compiled
+from pdsim.verify.bounds import BoundsChecker
 from pdsim.verify.computed import ComputedChecker, window_differs
 from pdsim.verify.leaks import LeakChecker
 from pdsim.verify.ownership import OwnershipChecker
@@ -56,7 +57,10 @@ INVARIANTS = {
     "I9": "At the end every pair of live instances is connected and serves its probe.",
     "I10": "Prefill sends only what finished forwards have computed.",
     "I11": "A request is sent anew only after a loss, in another room, as often as it may be.",
-    "I12": "When pages leave quarantine, requests that wait get them.",
+    "I12": "Pages out of quarantine, and free staging slots, go to whoever waits.",
+    "I13": "Failed rooms post nothing; rooms of users who left end with the step.",
+    "I14": "All output tokens are decoded; each write counts once.",
+    "I15": "Transfers end by their deadline; nothing is given up sooner.",
 }
 """The checked invariants, by name; `docs/faults.md` has the table."""
 
@@ -72,7 +76,7 @@ _ORDERED: dict[type, tuple[str, ...]] = {
 class Violation(NamedTuple):
     """An invariant that did not hold, when and how."""
 
-    invariant: str  # "I1" to "I12"
+    invariant: str  # of `INVARIANTS`
     at: float  # seconds after the start
     what: str
 
@@ -84,11 +88,12 @@ class Violation(NamedTuple):
 class InvariantChecker(Observer):
     """Watches one job by wrapping methods of its ranks' programs as they begin; `finish` checks the results.
 
-    *allowed* says whether a rank may end with an error at a time, in seconds after the start.  *held* are the rooms
-    with a transfer whose completion was held up, *broken_rooms* those with one that the engine reports as failed.
+    *allowed* says whether a rank may end with an error at a time, having begun at another, both in seconds after the
+    start.  *held* are the rooms with a transfer whose completion was held up, *broken_rooms* those with one that the
+    engine reports as failed.
     """
 
-    def __init__(self, allowed: Callable[[str, str, float], bool] = lambda _, error, __: not error) -> None:
+    def __init__(self, allowed: Callable[[str, str, float, float], bool] = lambda _, error, *__: not error) -> None:
         refuse_compiled("experiment=faults")
         self.violations: list[Violation] = []
         self.held: set[int] = set()
@@ -98,8 +103,10 @@ class InvariantChecker(Observer):
         self._computed = ComputedChecker(self._report)
         self._owners = OwnershipChecker(self._report, self._computed)
         self._leftovers = LeakChecker(self._report)
+        self.bounds = BoundsChecker(self._report)
         self._members: dict[str, Any] = {}
         self._gone: set[str] = set()
+        self._born: dict[str, float] = {}  # by rank: when its last process began
         self._reports: dict[tuple[str, int], str] = {}  # by rank and room: how it ended
         self._rooms: dict[int, Submit] = {}
         self._targets: dict[int, Destination | ReadRequest] = {}
@@ -119,9 +126,11 @@ class InvariantChecker(Observer):
         """Watch what *member*, a rank's program, reports and owns."""
         self._members[member.rank.name] = member
         self._gone.discard(member.rank.name)
+        self._born[member.rank.name] = member.clock.now
         self._owners.joined(member)
         self._computed.joined(member)
         self._leftovers.joined(member)
+        self.bounds.joined(member)
         if isinstance(member, Router):
             return
         scheduler: Any = member.scheduler
@@ -154,6 +163,10 @@ class InvariantChecker(Observer):
         if handler is not None:
             handler(sender, message)
 
+    def posted(self, batch: Batch, label: str) -> None:
+        """Check that what is posted is still wanted."""
+        self.bounds.posted(batch, label)
+
     def held_up(self, label: str) -> None:
         """Take note of the room."""
         self.held.add(int(label.partition("/")[0]))
@@ -177,7 +190,7 @@ class InvariantChecker(Observer):
     def ended(self, rank: str, error: str) -> None:
         """Check that *rank* had a cause to end, if it ended with an *error*."""
         self._gone.add(rank)
-        if error and not self._allowed(rank, error, self._now()):
+        if error and not self._allowed(rank, error, self._now(), self._born.get(rank, 0.0)):
             self._report("I5", f"{rank} ended: {error}")
 
     def finish(
@@ -228,6 +241,7 @@ class InvariantChecker(Observer):
         self._leftovers.begin()
         self._rooms[message.room] = message
         self._computed.submitted(message)
+        self.bounds.submitted(message)
 
     def _on_target(self, _: str, message: Destination) -> None:
         self._targets[message.room] = message

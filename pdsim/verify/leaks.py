@@ -17,6 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from pdsim.kv.pages import SlotPool
 from pdsim.serving.router import Router
 
 _NOT_STATE = frozenset(
@@ -77,13 +78,23 @@ class LeakChecker:
             if left := connection.send_queue.outstanding:
                 self._report("I8", f"{name}: {left} descriptors are outstanding to {peer} when all is over")
         if isinstance(member, Router):
-            for instance, tokens in {**member.registry.prefills.load, **member.registry.decodes.load}.items():
-                if tokens:
-                    self._report("I8", f"{name}: {tokens} tokens are outstanding at {instance} when all is over")
-        elif member.scheduler is not None and not member.scheduler.pages.pool.is_whole():
-            pool = member.scheduler.pages.pool
-            owned = sum(count for pages in pool.owners.values() for _, count in pages)
-            self._report("I8", f"{name}: {pool.free} pages free and {owned} owned of {pool.pages}")
+            registry = member.registry
+            for side in (registry.prefills.load, registry.decodes.load, registry._under_way):
+                for instance, tokens in side.items():
+                    if tokens:
+                        self._report("I8", f"{name}: {tokens} tokens are outstanding at {instance} when all is over")
+            return
+        for what, count in _gauges(member):
+            if count:
+                self._report("I8", f"{name}{what} is {count} when all is over")
+        for what, pool in _pools(member):
+            if not _is_whole(pool):
+                owned = (
+                    sum(count for pages in pool.owners.values() for _, count in pages)
+                    if what == "pages"
+                    else len(pool)
+                )
+                self._report("I8", f"{name}: {pool.free} {what} free and {owned} owned")
 
     def _is_of_peers(self, container: Any) -> bool:
         named = [entry if isinstance(entry, tuple) else (entry,) for entry in container]
@@ -98,6 +109,34 @@ class LeakChecker:
 
     def _largest(self) -> int:
         return max(Counter(name.partition(".")[0] for name in self._members).values())
+
+
+def _gauges(member: Any) -> Iterator[tuple[str, int]]:
+    # What counts is under way, and bytes of a ring beyond those of its slots.
+    for path in ("sender", "receiver"):
+        part = getattr(member.mover, path, None)
+        for name in ("_under_way", "_computing"):
+            yield f".mover.{path}.{name}", getattr(part, name, 0)
+        landing = getattr(part, "landing", None)
+        if landing is not None:
+            ring = landing.ring
+            yield f".mover.{path}.landing.ring.used", ring.used - sum(slot.size for slot in ring.slots.values())
+
+
+def _pools(member: Any) -> Iterator[tuple[str, Any]]:
+    if member.scheduler is not None:
+        pages, handoff = member.scheduler.pages, member.scheduler.handoff
+        state = (("rows of state", pages.state.slots), ("window pages", pages.state.window))
+        named = (("pages", pages.pool), *state, ("slots", getattr(handoff, "slots", None)))
+        yield from ((what, pool) for what, pool in named if pool is not None)
+
+
+def _is_whole(pool: Any) -> bool:
+    if not isinstance(pool, SlotPool):
+        whole: bool = pool.is_whole()
+        return whole
+    numbers = sorted((*pool._free, *pool.owners.values()))
+    return numbers == list(range(len(numbers)))
 
 
 def _regions(member: Any) -> int:

@@ -171,6 +171,12 @@ def gathers_out_of_turn(self: PrefillWorker, message: Any, computed: Any, done: 
     fire(done)
 
 
+def passes_at_once(self: PrefillWorker, message: Any, load: Any, done: Any) -> None:
+    forward = self._begin_forward(message)
+    assert forward.callbacks is not None
+    forward.callbacks.append(lambda _: fire(done))
+
+
 DEFECTS = [
     # D11: slots of a room whose writer was silent, and given up, when it asked
     (101759, 6, "late silences", (PushDecode, "_ask", answers_any), "I8"),
@@ -184,6 +190,8 @@ DEFECTS = [
     (75, 12, "edges hosts caches", (PrefillWorker, "_started", lambda self, it: self.mover.started(it)), "I7"),
     # two forwards of a later stage gathered at a time, and not in one order on all ranks
     (19, 2, "delays layouts gathers", (PrefillWorker, "_gathered", gathers_out_of_turn), "I5"),
+    # a follower sent what was still on its way from host memory
+    (537, 34, "squeezes nodes caches", (PrefillWorker, "_pass", passes_at_once), "I2"),
     # D5: a message to an earlier incarnation left a room behind at a rank that was started again
     (6031, 39, "delays slow kills restarts", (PushDecode, "_arrive", takes_any), "I8"),
 ]
@@ -197,7 +205,7 @@ def test_a_fix_is_needed_where_it_was(seed: int, requests: int, kinds: str, chan
     shown = trial(seed, requests, kinds)
     assert not shown.run().violations
     with patched((change,)):
-        assert shown.run().violations[0].invariant == invariant
+        assert invariant in {violation.invariant for violation in shown.run().violations}
 
 
 def drops_what_failed(self: PrefillScheduler, forward: Any) -> Any:
