@@ -162,6 +162,11 @@ def _flags(**values: object) -> list[str]:
     return words
 
 
+def _page(config: Config, role: str) -> int:
+    kv = config.kv
+    return kv.decode_page_size if role == "decode" and kv.decode_page_size else kv.page_size
+
+
 def _caches(config: Config, role: str) -> bool:
     cached = config.cache.prefill if role == "prefill" else config.cache.decode
     return cached or (config.live.prefix_cache and role != "decode")
@@ -176,7 +181,7 @@ def _vllm(config: Config, role: str, side: Side, number: int) -> tuple[list[str]
         pipeline_parallel_size=side.pp,
         max_num_batched_tokens=config.scheduler.chunk,
         max_num_seqs=config.scheduler.decode_batch,
-        block_size=config.kv.page_size,
+        block_size=_page(config, role),
         disable_uvicorn_access_log=True,
         enable_prefix_caching=cached,
         no_enable_prefix_caching=not cached,
@@ -221,7 +226,7 @@ def _sglang(
         pp_size=side.pp,
         chunked_prefill_size=scheduler.chunk * side.dp,
         max_running_requests=scheduler.decode_batch * side.dp,
-        page_size=kv.page_size,
+        page_size=_page(config, role),
         mem_fraction_static=scheduler.memory_fraction,
         ep_size=side.ep if side.ep > 1 else None,
         dist_init_addr=address if groups else None,

@@ -229,8 +229,14 @@ def _job(config: Config, options: ServeOptions) -> Deployment:
         shape = replace(shape, head_bytes=2 * shape.head_bytes, packed=True)
     ranks = parallel.prefill.gpus + parallel.decode.gpus
 
-    def pool(side: Side) -> int:
-        return pages_per_rank(side, config.model, shape, config.hw, config.kv, config.scheduler, ranks)
+    # KV is handed over in the pages of the side that has the smaller ones
+    own = config.kv.page_size, config.kv.decode_page_size or config.kv.page_size
+    size = min(own)
+    kv, blocks = replace(config.kv, page_size=size), tuple(page // size for page in own)
+
+    def pool(side: Side, block: int) -> int:
+        pages = pages_per_rank(side, config.model, shape, config.hw, kv, config.scheduler, ranks)
+        return max(1, pages // block) * block
 
     def time(side: Side, direct: bool = False) -> ForwardModel:
         return forward(config.model, config.hw, config.compute, side, direct)
@@ -247,9 +253,11 @@ def _job(config: Config, options: ServeOptions) -> Deployment:
         state_slots=config.kv.state_slots or config.scheduler.decode_batch,
         window_share=config.kv.window_share,
         shape=shape,
-        page_size=config.kv.page_size,
-        prefill_pages=pool(parallel.prefill),
-        decode_pages=pool(parallel.decode),
+        page_size=size,
+        prefill_block=blocks[0],
+        decode_block=blocks[1],
+        prefill_pages=pool(parallel.prefill, blocks[0]),
+        decode_pages=pool(parallel.decode, blocks[1]),
         slots=2 * config.scheduler.decode_batch,
         chunk=config.engine.step_tokens or config.scheduler.chunk,
         prefill_batch=config.scheduler.prefill_batch,

@@ -332,6 +332,9 @@ def notes(config: Any) -> Iterator[str]:
         takes, flag = "64" if sparse else "16, 32 or 64", "--page-size"
     elif name == "trtllm" and page & (page - 1):
         takes, flag = "powers of two", "kv_cache_config.tokens_per_block"
+    if (other := config.kv.decode_page_size) and (name == "sglang" or (name == "vllm" and other % page)):
+        rule = "equal pages on both sides" if name == "sglang" else "pages of decode that are multiples of prefill's"
+        yield f"warning: kv.decode_page_size={other}, kv.page_size={page}: engine={name} takes {rule}"
     if takes:
         engine, hw = config.engine.name, config.hw.name
         yield f"warning: kv.page_size={page}: {flag} of engine={engine} takes {takes} on hw={hw}"

@@ -477,6 +477,13 @@ def _handoff(config: Config) -> Iterator[str]:
             "kv.staging=true gathers tokens, but pages are kept by heads (engine.page_order=heads), where "
             "a slice is one descriptor a page; leave kv.staging out"
         )
+    if other := kv.decode_page_size:
+        if max(kv.page_size, other) % min(kv.page_size, other):
+            yield f"kv.decode_page_size={other} and kv.page_size={kv.page_size}: one must divide the other"
+        if config.cache.prefill or config.cache.decode:
+            yield f"kv.decode_page_size={other} has no prefix cache; set cache=none, or leave it out"
+        if getattr(config.experiment, "colocated", False):
+            yield f"kv.decode_page_size={other}, but colocated engines have one size; set kv.page_size"
     for key, name, group in (
         ("engine.scheduler", engine.scheduler, plugins.SCHEDULERS),
         ("engine.handoff", engine.handoff, plugins.HANDOFFS),

@@ -25,13 +25,15 @@ ORDERS = ("best_fit", "queue", "stack")
 """How free pages are given out: see `page_pool`."""
 
 
-def page_pool(order: str, pages: int) -> PagePool:
-    """Return a pool of so many *pages*, all free, that gives them out in *order*.
+def page_pool(order: str, pages: int, block: int = 1) -> PagePool:
+    """Return a pool of so many *pages*, all free, that gives them out in *order*, aligned *block*s at a time.
 
     ``"best_fit"`` keeps runs long (`PagePool`; SGLang sorts its free slots to the same end), ``"queue"`` gives out
     what was freed longest ago (as vLLM does), ``"stack"`` what was freed last (as vLLM 0.26 does): `FreeQueue`.
     """
-    return PagePool(pages) if order == "best_fit" else FreeQueue(pages, last_first=order == "stack")
+    if order == "best_fit":
+        return PagePool(pages, block)
+    return FreeQueue(pages, last_first=order == "stack", block=block)
 
 
 def after(pages: Pages, skip: int) -> Pages:
@@ -49,6 +51,22 @@ def after(pages: Pages, skip: int) -> Pages:
             rest.append((first + count - left, left))
         skip = max(0, skip - count)
     return tuple(rest)
+
+
+def before(pages: Pages, end: int) -> Pages:
+    """Return the first *end* of *pages*; all if there are fewer.
+
+    >>> before(((4, 3), (10, 2)), end=4)
+    ((4, 3), (10, 1))
+    """
+    if end >= sum([count for _, count in pages]):
+        return pages
+    runs = []
+    for start, count in pages:
+        if end:
+            runs.append((start, min(count, end)))
+            end -= runs[-1][1]
+    return tuple(runs)
 
 
 def pair(source: Pages, target: Pages) -> Runs:
@@ -118,15 +136,17 @@ class PagePool:
     Takes the smallest free run that holds a request whole or, if none does, the largest ones; the lowest among
     equals.  Costs grow with the number of free runs, not of pages.  *unused* counts pages that nobody has, *peak* is
     the most that had an owner at one time, *owners* has the runs of each.  Free runs are ascending and never touch.
+    An owner gets whole *block*s of pages, so more than it asks for.
 
     >>> pool = PagePool(10)
     >>> pool.allocate(1, 4), pool.allocate(2, 4), pool.release(1), pool.allocate(3, 5)
     (((0, 4),), ((4, 4),), None, ((0, 4), (8, 1)))
     """
 
-    def __init__(self, pages: int) -> None:
-        if pages < 1:
-            raise ValueError(f"pages must be >= 1, got {pages}")
+    def __init__(self, pages: int, block: int = 1) -> None:
+        if pages < 1 or pages % block:
+            raise ValueError(f"pages must be >= 1 and whole blocks of {block}, got {pages}")
+        self.block = block
         self.pages = pages
         self.unused = pages
         self.peak = 0
@@ -158,6 +178,7 @@ class PagePool:
             raise ValueError(f"count must be >= 1, got {count}")
         if owner in self.owners:
             raise ValueError(f"owner {owner} has pages already: release them first")
+        count = self.rounded(count)
         if count > self.free:
             return None
         pages = self.owners[owner] = self.take(count)
@@ -173,11 +194,16 @@ class PagePool:
             raise ValueError(f"count must be >= 1, got {count}")
         if owner not in self.owners:
             raise KeyError(f"owner {owner} has no pages to extend")
+        count = self.rounded(count)
         if count > self.free:
             return False
         self.owners[owner] = self.joined(self.owners[owner], self.take(count))
         self._sizes[owner] += count
         return True
+
+    def rounded(self, count: int) -> int:
+        """Return how many pages an owner gets that asks for *count*."""
+        return -(-count // self.block) * self.block
 
     def joined(self, pages: Pages, more: Pages) -> Pages:
         """Return the runs of an owner of *pages* that got *more*: here in ascending order."""
@@ -256,9 +282,9 @@ class FreeQueue(PagePool):
     (((0, 4),), None, ((3, 1), (2, 1)))
     """
 
-    def __init__(self, pages: int, last_first: bool = False) -> None:
-        super().__init__(pages)
-        self._queue = list(reversed(range(pages)))  # the last is given out next
+    def __init__(self, pages: int, last_first: bool = False, block: int = 1) -> None:
+        super().__init__(pages, block)
+        self._queue = list(reversed(range(0, pages, block)))  # first pages of blocks; the last is given out next
         self._last_first = last_first
 
     def joined(self, pages: Pages, more: Pages) -> Pages:
@@ -271,15 +297,16 @@ class FreeQueue(PagePool):
     def take(self, count: int) -> Pages:
         """Return the first pages of the queue."""
         self._count_taken(count)
-        taken = self._queue[-count:]
-        del self._queue[-count:]
-        return _runs(taken[::-1])
+        block = self.block
+        taken = self._queue[: -(count // block) - 1 : -1]
+        del self._queue[-(count // block) :]
+        return _runs(taken if block == 1 else [first + n for first in taken for n in range(block)])
 
     def release(self, owner: int) -> None:
         """Take the pages of *owner* back: its last page is the first of them to be given out again."""
         count = self.count(owner)
         runs = self._taken_back(owner)
-        pages = [first for first, _ in runs] if len(runs) == count else list(_numbers(runs))
+        pages = [first for first, _ in runs] if len(runs) == count else list(_numbers(runs))[:: self.block]
         self.unused += count
         at = len(self._queue) if self._last_first else 0
         self._queue[at:at] = pages
@@ -287,7 +314,8 @@ class FreeQueue(PagePool):
     def is_whole(self) -> bool:
         """Return whether every page is free or owned, once."""
         lent = [page for runs in self.owners.values() for page in _numbers(runs)]
-        return sorted([*self._queue, *lent]) == list(range(self.pages))
+        free = [first + n for first in self._queue for n in range(self.block)]
+        return sorted([*free, *lent]) == list(range(self.pages))
 
 
 class SlotPool:

@@ -18,7 +18,7 @@ from pdsim.core.errors import MessageError, PeerLost
 from pdsim.kv.contents import KvPool
 from pdsim.kv.layout import REGION, RankMap, RankShare
 from pdsim.kv.messages import Chunk, RankQuiesced, ReadRequest, RegisterPool, TransferDone
-from pdsim.kv.pages import Pages, Runs, cut, pair
+from pdsim.kv.pages import Pages, Runs, before, cut, pair
 from pdsim.kv.plan import Peers, Planner, planner
 from pdsim.kv.push import when_settled
 from pdsim.transfer import Notification, Peer, Transfer
@@ -236,11 +236,4 @@ def first(pages: Pages, others: Pages) -> Pages:
     >>> first(((4, 3), (10, 2)), ((0, 4),))
     ((4, 3), (10, 1))
     """
-    left, runs = sum([count for _, count in others]), []
-    if left == sum([count for _, count in pages]):
-        return pages
-    for start, count in pages:
-        if left:
-            runs.append((start, min(count, left)))
-            left -= runs[-1][1]
-    return tuple(runs)
+    return before(pages, sum([count for _, count in others]))

@@ -25,10 +25,13 @@ def page_keys(blocks: Sequence[int], tokens: int, page_size: int) -> list[int]:
     return [blocks[(end - 1) // HASHED] << 32 | end for end in ends]
 
 
-def page_pool(job: Deployment, pages: int, cached: bool, host: bool = False) -> PagePool:
-    """Return a pool of so many *pages*; with *cached*, one that keeps prefixes, with *host* in host memory, too."""
+def page_pool(job: Deployment, pages: int, cached: bool, host: bool = False, block: int = 1) -> PagePool:
+    """Return a pool of so many *pages*, given out in *block*s.
+
+    With *cached* it keeps prefixes, with *host* in host memory, too.
+    """
     if not cached:
-        return in_order(job.engine.pages, pages)
+        return in_order(job.engine.pages, pages, block)
     cache, size = job.cache, job.page_size
     return PrefixPagePool(pages, cache.eviction, int(cache.limit // size), int(cache.host // size) if host else 0)
 
@@ -134,7 +137,8 @@ class DecodePages(BlockManager):
     """
 
     def __init__(self, job: Deployment, layout: KvLayout) -> None:
-        super().__init__(page_pool(job, job.decode_pages, job.cache.decode), job.page_size, job.state_pool(layout))
+        pool = page_pool(job, job.decode_pages, job.cache.decode, block=job.decode_block)
+        super().__init__(pool, job.page_size, job.state_pool(layout))
         self.held: Callable[[Submit], int] = self._cached
         self._job = job
         self._keys: dict[int, list[int]] = {}  # of the prompt's pages, of each room that wants some

@@ -70,7 +70,9 @@ class Deployment:
     state_slots: int = 0  # of mamba layers, on each rank
     window_share: float = 0.0  # pages of sliding-window layers for each page
     shape: KvShape
-    page_size: int
+    page_size: int  # that KV is handed over in
+    prefill_block: int = 1  # such pages that prefill gives out together: its own page
+    decode_block: int = 1
     prefill_pages: int
     decode_pages: int
     slots: int  # rows of first-token metadata on each rank

@@ -29,7 +29,7 @@ from pdsim.kv.messages import (
     TransferDone,
     index_of,
 )
-from pdsim.kv.pages import Pages, Runs, after, cut, pair
+from pdsim.kv.pages import Pages, Runs, after, before, cut, pair
 from pdsim.kv.pull import KvSource
 from pdsim.kv.push import KvSender
 from pdsim.serving.block_manager import BlockManager, out_of_memory, page_keys, page_pool
@@ -180,7 +180,7 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
 
     def __init__(self, engine: EngineRank, worker: PrefillWorker, mover: PrefillMover) -> None:
         job = engine.job
-        pool = page_pool(job, job.prefill_pages, job.cache.prefill, host=True)
+        pool = page_pool(job, job.prefill_pages, job.cache.prefill, host=True, block=job.prefill_block)
         pages = BlockManager(pool, job.page_size, job.state_pool(mover.layout))
         super().__init__(engine, pages, job.engine.prefill)
         self.worker = worker
@@ -430,7 +430,8 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
         """
         request, number = room.request, room.request.room
         keys = self.pages.usable(room.keys, request.input)
-        given = self.pages.allocate(number, self.job.page_count(request.input), keys)
+        count = self.job.page_count(request.input)
+        given = self.pages.allocate(number, count, keys)
         if given is None:
             return None
         pages, cached = given
@@ -438,7 +439,7 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
             room.done = room.gathered = self.hits[number] = cached * self.job.page_size
             if self.pages.loaded:
                 self.host_hits[number] = self.pages.loaded * self.job.page_size
-        rest = after(pages, held)
+        rest = after(before(pages, count), held)  # a whole block of pages may be more than there are tokens for
         state = self.pages.allocate_state(number, request.input, request.input, rest)
         return None if state is None else (rest, state)
 

@@ -75,6 +75,8 @@ class Kv:
     """The KV cache and how it is transferred."""
 
     page_size: PositiveInt = 64  # tokens; auto: what the release of the engine starts with, as for all such keys
+    # of decode, where it differs: one divides the other, KV moves in pages of the smaller; 0 is the same
+    decode_page_size: NotNegativeInt = 0
     # requests, from the first, whose contents are compared where memory has any; None: all
     checked: NotNegativeInt | None = None
     pool: Size = 0  # bytes of KV and state a GPU; 0 is what the weights leave, times `scheduler.memory_fraction`

@@ -421,15 +421,18 @@ class GrowingMemory:
         if not self.grows:
             return True
         reserved = self._job.engine.reserved_tokens if others else 0
-        kept = self._job.page_count(reserved) * others
-        return self._pool.free - kept >= self._job.page_count(tokens + reserved)
+        kept = self._pages(reserved) * others
+        return self._pool.free - kept >= self._pages(tokens + reserved)
+
+    def _pages(self, tokens: int) -> int:
+        return self._pool.rounded(-(-tokens // self._job.page_size))
 
     def short(self) -> bool:
         """Return whether there are too few pages for the next step of all."""
         if not self.grows:
             return False
-        pool, page_size = self._pool, self._job.page_size
-        needs = [(number, -(-tokens // page_size) - pool.count(number)) for number, tokens in self._batch.contexts()]
+        pool = self._pool
+        needs = [(number, self._pages(tokens) - pool.count(number)) for number, tokens in self._batch.contexts()]
         self._lacking = sorted(need for need in needs if need[1] > 0)
         return sum(pages for _, pages in self._lacking) > self._pool.free
 
@@ -455,7 +458,8 @@ class GrowingMemory:
             return math.inf
         most = self._batch.least()
         count = self._pool.count
-        pages = self._pool.free + sum([count(number) for number, _ in members])
+        block = self._pool.block
+        pages = (self._pool.free + sum([count(number) for number, _ in members])) // block
         contexts = [tokens for _, tokens in members]
-        fit = steps_that_fit(contexts, self._job.page_size, pages, most)
+        fit = steps_that_fit(contexts, self._job.page_size * block, pages, most)
         return math.inf if fit == most else fit

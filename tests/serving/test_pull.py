@@ -42,6 +42,32 @@ def test_every_byte_arrives_between_ranks_of_any_number(prefill: int, decode: in
     assert outcome.at_rest("prefill0.0", "decode0.0")
 
 
+@pytest.mark.parametrize("order", ["best_fit", "queue", "stack"])
+@pytest.mark.parametrize("handoff", ["pull", "push"])
+@pytest.mark.parametrize(("prefill", "decode"), [(16, 64), (64, 16)])
+def test_sides_with_pages_of_their_own_hand_all_over(prefill: int, decode: int, handoff: str, order: str):
+    requests = [Request(0.01 * number, 60 + 7 * number, 90) for number in range(12)]
+    kv = replace(configured().kv, page_size=prefill, decode_page_size=decode, pool=3 << 17)
+    engine = replace(PULL, handoff=handoff, pages=order, recompute=int(handoff == "pull"))
+    outcome = serve(requests, kv=kv, engine=engine, prefill=Side(tp=2), decode=Side(tp=1))
+    assert outcome.statuses == ["ok"] * 12  # contents compared
+    assert outcome.at_rest("prefill0.0", "decode0.0")
+    assert outcome.outcome.ranks["decode0.0"].value["preemptions"] > 0  # the larger pages of the batch run out
+    job = outcome.job
+    assert (job.page_size, job.prefill_block, job.decode_block) == (16, prefill // 16, decode // 16)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "descriptors"), [(16, 0, 63), (64, 0, 16), (16, 64, 63), (64, 16, 63), (64, 64, 16)]
+)
+def test_used_pages_take_a_descriptor_each_of_the_smaller(prefill: int, decode: int, descriptors: int):
+    kv = replace(configured().kv, page_size=prefill, decode_page_size=decode, pool=1 << 20)
+    requests = [Request(0.0, 1000, 4), Request(0.5, 1000, 4)]  # the pool, and its blocks again, last one first
+    served = serve(requests, kv=kv, engine=replace(PULL, pages="queue"))
+    counts = [read.descriptors for read in served.outcome.ranks["decode0.0"].transfers]
+    assert counts == [4, 4 * descriptors]  # of K and V in two layers
+
+
 @pytest.mark.parametrize(
     "model",
     [MLA, replace(MLA, hybrid=Hybrid(index_bytes=12)), replace(GQA, hybrid=Hybrid(pattern="aw", window=40))],
