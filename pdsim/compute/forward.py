@@ -101,6 +101,9 @@ def captured(batch: int) -> int:
     return batch if batch <= 2 else 4 if batch <= 4 else -(-batch // 8) * 8
 
 
+NORM_REDUCED = ("H100", "H200", "B200", "B300", "GB200", "GB300")
+"""GPUs on which engines compute a norm in the all-reduce before it: of compute capability 9 and 10."""
+
 _LONGEST = 64 << 8
 """Tokens of an iteration's prompts up to which one curve has all operators; beyond it experts' products split."""
 
@@ -146,6 +149,7 @@ def forward(model: Llm, machine: Machine, compute: Compute, side: Side, direct: 
         peaks=peaks(machine),
         tp=side.tp,
         dp=side.dp,
+        ep=side.ep,
         share=side.pp * side.cp,
         stages=side.pp,
         kv_bytes=kv_shape(model).token_bytes(side.attention_tp) / (side.pp * side.cp),
@@ -248,6 +252,7 @@ class OperatorForward:
     peaks: Peaks
     tp: int = 1
     dp: int = 1
+    ep: int = 1
     share: int = 1
     stages: int = 1  # of a pipeline, see `pdsim.compute.roofline.ForwardTime.step`
     kv_bytes: float  # of a token, on this rank
@@ -295,7 +300,8 @@ class OperatorForward:
             roof = self._decode_roof()
             attention = roof.launch + (0.0 if self._whole(part) else roof.merge)
         rows = part if self._table is None else captured(part)
-        device = (self._linear(rows, rows, absorbed=True) + self._attention_layers * attention) / self.share
+        linear = self._linear(rows, rows, absorbed=True) - self._saved(rows)
+        device = (linear + self._attention_layers * attention) / self.share
         return self.stages * self.scale * (device + self.overhead)
 
     def context_of(self, batch: int) -> float:
@@ -371,6 +377,22 @@ class OperatorForward:
         scaled = sum(one.times for one, dtype in self._products[kernels.absorbed_prefill] if dtype == "fp8")
         apart = 0 if self.graph_tokens else scaled  # torch.compile fuses it
         return self.launch_factor * (eager + apart * kernels.scale_launch)
+
+    def _saved(self, rows: int) -> float:
+        # What a CUDA graph of a step hides.  Shared experts run on a stream beside the router and the routed ones,
+        # or are one of those.  The norm before a product is in the all-reduce before it.  SGLang 0.5.12 does both:
+        # deepseek_v2.py, forward_normal_dual_stream; server_args.py, enable_flashinfer_allreduce_fusion.
+        model = self.model
+        if self._table is None or not model.experts:
+            return 0.0
+        seconds = sum(
+            one.times * self.gemm(rows * self.dp, one.n, one.k, dtype)
+            for one, dtype in self._products[True]
+            if one.name.startswith("shared")
+        )
+        if self.tp > 1 and self.dp == 1 and self.kernels.gpu in NORM_REDUCED:
+            seconds += 2 * model.layers * self._pointwise("norm", rows, 4 * model.hidden)
+        return seconds
 
     @cached_property
     def _attention_layers(self) -> int:
@@ -486,7 +508,7 @@ class OperatorForward:
     def experts(self, tokens: int, hit: float, width: int) -> float:
         """Return the seconds of both products of the routed experts, *width* wide, for *tokens* that hit so many."""
         if self._table is not None:
-            return self._table.experts(tokens, width)
+            return self._table.experts(tokens, width, self.ep)
         model = self.model
         routed = tokens * model.experts_per_token
         narrow = model.mlp_bytes <= 1 and self.kernels.experts_fp8 is not None

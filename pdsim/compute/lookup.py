@@ -122,15 +122,19 @@ class Lookup:
         curve = self.table.curve(kind, (dtype,), "tokens", splits=True, n=n / parts, k=k)
         return curve if parts == 1 else curve.times(parts)
 
-    def experts(self, tokens: float, width: int) -> float:
-        """Return the seconds of both products of the routed experts, *width* wide, for *tokens*."""
-        name = ("experts", width, 0, 0)
+    def experts(self, tokens: float, width: int, ranks: int = 1) -> float:
+        """Return the seconds of both products of the routed experts for *tokens*, each divided to *width*.
+
+        Where *ranks* hold whole experts instead, it is that of the rank with most tokens, if the table has it.
+        """
+        name = ("experts", width, ranks, 0)
         curve = self._curves.get(name)
         if curve is None:
-            curve = self._curves[name] = self._experts(width)
+            spread = any(key[6] == ranks for key in self.table.grid("moe").keys)
+            curve = self._curves[name] = self._experts(*((width * ranks, ranks) if spread else (width, 1)))
         return curve(tokens)
 
-    def _experts(self, width: int) -> Curve:
+    def _experts(self, width: int, ranks: int) -> Curve:
         model, grid = self.model, self.table.grid("moe")
         wanted = (model.hidden, width, model.experts_per_token, model.experts)
         own = _EXPERTS.get(model.mlp_dtype, ())
@@ -140,7 +144,7 @@ class Lookup:
             near = [
                 (sum(abs(math.log(float(one) / other)) for one, other in zip(key[2:6], wanted, strict=True)), key)
                 for key in grid.keys
-                if key[:2] == kind and key[6] == 1
+                if key[:2] == kind and key[6] == ranks
             ]
             if near and min(near)[0] <= _FARTHEST:
                 break

@@ -170,6 +170,16 @@ def test_experts_of_another_shape_warn_and_scale():
         lookup(far, moe=MOE).experts(10, 32)
 
 
+def test_whole_experts_take_what_the_busiest_rank_does():
+    whole = replace(MOE, keys={("bfloat16", "balanced", 64, 32, 2, 8, 4): 0})
+    both = replace(MOE, keys=MOE.keys | dict.fromkeys(whole.keys, 1), values=np.concatenate([MOE.values] * 2),
+                   measured=np.concatenate([MOE.measured] * 2))  # fmt: skip
+    both.values[1] += np.log(3.0)
+    assert lookup(MIXED, moe=both).experts(10, 8, ranks=4) == pytest.approx(3e-2)
+    with pytest.warns(RangeWarning, match="the nearest measured"):  # of a table without such rows: each in parts
+        assert lookup(MIXED, moe=MOE).experts(10, 8, ranks=4) == pytest.approx(0.25e-2)
+
+
 def test_attention_of_another_width_warns():
     model = Llm(**{**vars(DENSE), "head_dim": 24})
     with pytest.warns(RangeWarning, match="4 heads of 24, 2 KV heads in bfloat16 count as 4 of 16, .* times 1.50"):
@@ -207,6 +217,24 @@ def test_a_forward_by_a_table_is_the_sum_of_its_operators(monkeypatch: pytest.Mo
     assert one.context_of(2) == pytest.approx(3e-6, rel=1e-3)
     assert one.context == pytest.approx(3e-6, rel=1e-2)
     assert one.sequence == 0.0
+
+
+def test_a_step_hides_shared_experts_and_reduced_norms():
+    config = composed("hw=8xb200", "model=deepseek-v3", "compute=b200_sglang")
+    assert config.compute.kernels is not None
+    alone = replace(config.model, hf_config={**config.model.hf_config, "n_shared_experts": 0})
+    normless = replace(config.compute, kernels=replace(config.compute.kernels, norm=None))
+
+    def both(model: Llm, compute: Compute, tp: int) -> list[float]:
+        one = forward(model, config.hw, compute, Side(tp=tp, instances=1))
+        return [one.step(8), one.prefill([(0, 16384)])]
+
+    step, prompt = both(config.model, config.compute, 8)
+    assert both(alone, config.compute, 8)[0] == pytest.approx(step)
+    assert both(alone, config.compute, 8)[1] < prompt  # no CUDA graph, one stream
+    # only the two norms of latent attention stay beside what is reduced; one rank reduces nothing
+    saved = [both(config.model, compute, tp)[0] for tp in (8, 1) for compute in (config.compute, normless)]
+    assert 2 * (saved[0] - saved[1]) < saved[2] - saved[3]
 
 
 @pytest.mark.slow
