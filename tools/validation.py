@@ -74,17 +74,27 @@ def transfers() -> Iterator[str]:
 def _reached(folders: Sequence[Path]) -> Iterator[str]:
     made = [read(folder / EXPECTED) for folder in folders]
     rows: dict[str, dict[int, Class]] = {}
+    covered: dict[str, list[bool]] = {}
     for number, folder in enumerate(folders):
-        for each in by_class(_both(folder), bounds(ValidateOptions()), made[number]["seed"]):
+        both = _both(folder)
+        for each in by_class(both, bounds(ValidateOptions()), made[number]["seed"]):
             rows.setdefault(each.name, {})[number] = each
+        for one in both:
+            if one.covered is not None:
+                covered.setdefault(one.predicted.group, []).append(one.covered)
     names = [f"`{expected['backend']}` on {expected['hw']}" for expected in made]
     cells = [
-        [name, _bound(next(iter(of.values()))), *(_error(of.get(number)) for number in range(len(made)))]
+        [
+            name,
+            _bound(next(iter(of.values()))),
+            *(_error(of.get(number)) for number in range(len(made))),
+            f"{sum(covered[name])}/{len(covered[name])}" if name in covered else "-",
+        ]
         for name, of in rows.items()
     ]
     yield "Median of the absolute error in per cent, 95th percentile in brackets; bold is beyond its bound."
     yield ""
-    yield from markdown(["class", "bound %", *names], cells)
+    yield from markdown(["class", "bound %", *names, "in 95 % interval"], cells)
 
 
 def provenance() -> Iterator[str]:
