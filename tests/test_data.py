@@ -9,6 +9,7 @@ import json
 import pytest
 
 from pdsim.core.repository import data
+from pdsim.validation.intervals import BLIND
 from pdsim.validation.sealed import unseal
 from tools import tables, validation
 
@@ -37,6 +38,12 @@ def test_a_probe_names_the_hash_of_its_predictions(path):
     name, _, sha256 = about["predictions"].split()
     sealed = data("benchmarks", f"{name}.gz")
     assert hashlib.sha256(gzip.decompress(sealed.read_bytes())).hexdigest() == sha256
+
+
+def test_intervals_have_the_errors_of_sealed_validations():
+    known = validation.blind(validation._stored(measured=True))
+    assert known == BLIND | {"handoff": known["handoff"]}
+    assert BLIND["handoff"] > known["handoff"]  # that of more hosts
 
 
 def test_the_campaigns_are_what_the_committed_files_say():

@@ -12,7 +12,7 @@ from pdsim.calibration.definition import Calibration, HeldOut
 from pdsim.config import Config
 from pdsim.core.errors import ConfigError
 from pdsim.hardware.costs import Ramp
-from pdsim.validation.intervals import HANDOFF, predicted, variants
+from pdsim.validation.intervals import BLIND, cause, predicted, variants
 from pdsim.validation.sealed import seal, unseal
 from pdsim.validation.verdicts import Bound, Value, by_class, by_decade, compare, metrics, tables
 from tests.support.configs import make_config
@@ -94,8 +94,9 @@ def test_intervals_are_tried_at_both_ends_and_add_in_quadrature(tmp_path):
     spans = {"backend.intra.call": ("4us", "8us"), "backend.intra.descriptor": ("1us", "4us")}
     (one,) = predicted(calibrated(tmp_path, intervals=spans), costs)
     assert one.value == pytest.approx(6e-6)
-    assert one.low == pytest.approx(5e-6)
-    assert one.high == pytest.approx(6e-6 + (9 + 9) ** 0.5 * 1e-6)
+    blind = 6e-6 * BLIND["pair"]
+    assert one.low == pytest.approx(6e-6 - math.hypot(1e-6, blind))
+    assert one.high == pytest.approx(6e-6 + math.hypot(3e-6, 3e-6, blind))
 
 
 def test_the_steps_of_a_ramp_go_to_their_ends_together(tmp_path):
@@ -105,11 +106,13 @@ def test_the_steps_of_a_ramp_go_to_their_ends_together(tmp_path):
     assert high.backend.intra.ramp == (Ramp(first=4, extra=2e-6), Ramp(first=100, extra=2e-7))
 
 
-HANDED = math.hypot(0.3, HANDOFF)
+GROUPS = [("pair", "pair"), ("pair, read", "pair, read"), ("handoff, whole", "handoff"), ("incast", "bidirectional")]
 
 
-@pytest.mark.parametrize(("group", "error"), [("pair", 0.3), ("handoff, whole", HANDED), ("metadata, data", HANDED)])
-def test_what_the_fit_missed_adds_to_the_interval(tmp_path, group, error):
+@pytest.mark.parametrize(("group", "name"), GROUPS)
+def test_what_the_fit_missed_adds_to_the_interval(tmp_path, group, name):
+    assert cause(group) == name
+    error = math.hypot(0.3, BLIND[name])
     (one,) = predicted(calibrated(tmp_path, p95=0.3), lambda _: [value(1.0, group=group)])
     assert (one.low, one.high) == (pytest.approx(1.0 - error), pytest.approx(1.0 + error))
     (one,) = predicted(make_config(tmp_path), lambda _: [value(1.0, group=group)])
@@ -131,13 +134,15 @@ def test_an_interval_grows_beyond_the_samples(tmp_path, nbytes, descriptors, gpu
     config = replace(config, hw=replace(config.hw, nodes=1, gpus=4))
     at = replace(value(1.0, nbytes=nbytes), descriptors=descriptors, gpus=gpus)
     (one,) = predicted(config, lambda _: [at])
-    reach = 0.1 * (1.0 + math.log2(factor))
+    reach = math.hypot(0.1, BLIND["pair"]) * (1.0 + math.log2(factor))
     assert (one.factor, one.low, one.high) == (factor, pytest.approx(1.0 - reach), pytest.approx(1.0 + reach))
 
 
 def test_hosts_are_a_parameter_of_their_own_unless_one_is_given(tmp_path):
     hosts = {"hosts": (0.8, 1.0, 1.5)}
     (one,) = predicted(calibrated(tmp_path, **hosts), lambda config: [value(config.backend.intra.call)])
-    assert (one.low, one.high) == (pytest.approx(4e-6), pytest.approx(7.5e-6))
+    blind = 5e-6 * BLIND["pair"]
+    ends = 5e-6 - math.hypot(1e-6, blind), 5e-6 + math.hypot(2.5e-6, blind)
+    assert (one.low, one.high) == (pytest.approx(ends[0]), pytest.approx(ends[1]))
     (one,) = predicted(calibrated(tmp_path, **hosts, host=3.0), lambda config: [value(config.backend.intra.call)])
     assert (one.low, one.factor) == (None, 2.0)
