@@ -142,6 +142,9 @@ run model=qwen3-8b kv.pool=95GB -> of weights exceed the
 run hw=2xh200 model=llama-3.1-70b -> puts 132 GiB of weights on each GPU at parallel.prefill.tp=1
 run hw=2x8xh20 backend=mooncake_nvlink -> works within a node only, but prefill and decode lie on different
 run backend=mori -> backend=mori runs on amd machines, hw=8xh20 is nvidia; leave backend out
+run hw=8xh200 hw.nic.rails=3 -> hw.nic.rails=3 must divide hw.nic.count=8
+run hw=8xh200 hw.nic.devices=[9] -> hw.nic.devices has card 9, and a node has cards 0 to 7
+run hw=8xh200 hw.nic.devices=[1] hw.nic.rails=2 -> without the neighbours that hw.nic.rails=2 needs
 run hw.nic.count=0 backend=mooncake -> moves bytes over rdma, but hw=8xh20 has no network cards
 run workload.rate=2 -> workload.rate=2.0 has no effect on embedded arrivals; choose workload=poisson, or
 run workload=poisson workload.cv=3 -> has no effect on poisson arrivals; choose workload=gamma, or

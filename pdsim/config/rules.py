@@ -108,6 +108,13 @@ def _machine(hw: Machine) -> Iterator[str]:
         yield f"hw.interconnect.rate must be > 0 for kind={hw.interconnect.kind}, got {hw.interconnect.rate}"
     if hw.nic.count and not hw.nic.rate:
         yield f"hw.nic.rate must be > 0 for hw.nic.count={hw.nic.count}, got {hw.nic.rate}"
+    if hw.nic.count % hw.nic.rails:
+        yield f"hw.nic.rails={hw.nic.rails} must divide hw.nic.count={hw.nic.count}"
+    for card in hw.nic.devices:
+        if card >= hw.nic.count:
+            yield f"hw.nic.devices has card {card}, and a node has cards 0 to {hw.nic.count - 1}"
+        elif not {card - card % hw.nic.rails + rail for rail in range(hw.nic.rails)} <= set(hw.nic.devices):
+            yield f"hw.nic.devices has card {card} without the neighbours that hw.nic.rails={hw.nic.rails} needs"
     if hw.gpus and hw.gpu is None:
         yield f"hw.gpus={hw.gpus}, but hw.gpu does not say what a GPU is"
     if hw.guest and (hw.gpus or hw.nodes > 1):

@@ -174,6 +174,13 @@ class EngineModel:
             queue_rate=self.queue_rate * share,
         )
 
+    def on_rails(self, rails: int) -> EngineModel:
+        """Return this model with a transfer spread over *rails* cards: each has queue pairs of its own."""
+        if rails == 1:
+            return self
+        names = ("rate", "read_rate", "queue_rate")
+        return replace(self, **{name: getattr(self, name) * rails for name in names})
+
     def with_options(self, costs: OptionCosts) -> EngineModel:
         """Return this model with *costs* in it, which is then no choice any more.
 

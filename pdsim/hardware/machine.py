@@ -80,11 +80,18 @@ class Nic:
 
     Ranks of several GPUs may share a card: with 8 GPUs and 4 cards, GPUs 0 and 1 use card 0.  ``count=0`` is a
     machine without network cards, which needs no rate.
+
+    A GPU's own card is on its PCIe switch.  Where *devices* leaves that out, the GPU takes one of its socket, or of
+    another socket, where *far* of the rate is left.  GPUs with the same choice take the cards in turn.
     """
 
     count: NotNegativeInt  # per node; GPU g uses card g * count // gpus
     rate: Rate  # of one card, each direction
     latency: Seconds = 0.0  # one way, from card to card
+    devices: tuple[NotNegativeInt, ...] = ()  # cards that engines may use, as in UCX_NET_DEVICES; empty: all
+    rails: PositiveInt = 1  # neighbouring cards that a transfer is spread over evenly: UCX_MAX_RNDV_RAILS
+    far: Annotated[float, "> 0 and <= 1"] = 1.0
+    gpudirect: bool = True  # cards reach the memory of GPUs; else bytes pass through the host's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +105,7 @@ class Host:
 
     memory: Annotated[Size, "> 0"]
     memory_rate: Annotated[Rate, "> 0"]  # reads and writes together
+    sockets: PositiveInt = 1  # that GPUs and cards are spread over
     tcp_rate: Annotated[Rate, "> 0"]  # of all TCP traffic of the node, each direction; loopback included
     tcp_latency: Seconds  # one way, of a control message
     wake: Seconds = 0.0  # from what a program waits for until it has acted: a message, a notification, a computation

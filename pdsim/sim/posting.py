@@ -684,6 +684,8 @@ class Fabric:
                 f"{name}: backend {engine.name!r} does not work {where} ({key}: null); place the ranks otherwise or "
                 f"take another backend"
             )
+        if model.path == "rdma":
+            model = model.on_rails(self.topology.machine.nic.rails)
         routes = self.topology.route(model.path, here, there), self.topology.route(model.path, there, here)
         copier = None
         if model.in_order:

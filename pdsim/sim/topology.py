@@ -5,6 +5,8 @@
 
     nvlink   GPU memory - port out - port in - GPU memory          (a mesh has one link for each ordered pair)
     rdma     GPU memory - PCIe out - card tx - card rx - PCIe in - GPU memory
+             (to a card that is not the GPU's: PCIe out - switch up - other socket, if so - switch down - card tx;
+             without GPUDirect: PCIe out - switch up - host memory, written and read - switch down - card tx)
     tcp      host memory - node's tcp out - links of a chain, if any - node's tcp in - host memory
     shm      host memory (read) - host memory (written)
     offload  GPU memory - PCIe - host memory              (`Topology.offload`: KV that a GPU has no room for)
@@ -13,7 +15,8 @@
              GPU memory - port out - port in - GPU memory
 
 Each direction of a port, a card or a bus is a link of its own; a memory is one link, for reads and writes.  For tcp
-and shm, GPU memory is staged through the host.  The fabric between cards is free of contention.
+and shm, GPU memory is staged through the host.  The fabric between cards is free of contention: neither PFC nor ECN
+is modelled, nor packets that cross.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ class Site:
 
     node: int
     gpu: int | None  # None: the host
-    card: int | None  # None: the machine has none
+    card: int | None  # of the node's cards, or of its groups of *rails* cards; None: the machine has none
 
     @property
     def name(self) -> str:
@@ -74,9 +77,19 @@ class _Node:
             memory, out, into = (network.link(f"{name}/gpu{index}/{part}", rate) for part, rate in rates.items())
             self.gpus.append((memory, out, into))
         self.ports = _ports(machine, network, name)
-        cards = range(machine.nic.count)
-        self.tx = [network.link(f"{name}/nic{card}/tx", machine.nic.rate) for card in cards]
-        self.rx = [network.link(f"{name}/nic{card}/rx", machine.nic.rate) for card in cards]
+        nic = machine.nic
+        cards = range(nic.count // nic.rails)
+        self.tx = [network.link(f"{name}/nic{card}/tx", nic.rails * nic.rate) for card in cards]
+        self.rx = [network.link(f"{name}/nic{card}/rx", nic.rails * nic.rate) for card in cards]
+        # of the PCIe switch of each card: to the host and from it; of each card: what GPUs of other sockets reach
+        self.uplinks: list[tuple[Link, Link]] = []
+        self.crossings: list[tuple[Link, Link]] = []
+        if machine.gpu is not None and (nic.devices or not nic.gpudirect):
+            for card in cards:
+                switch, crossing = f"{name}/switch{card}", f"{name}/nic{card}/socket"
+                pcie, far = nic.rails * machine.gpu.pcie, nic.far * nic.rails * nic.rate
+                self.uplinks.append((network.link(f"{switch}/up", pcie), network.link(f"{switch}/down", pcie)))
+                self.crossings.append((network.link(f"{crossing}.out", far), network.link(f"{crossing}.in", far)))
         self.hosts = 0  # ranks on the host so far
 
 
@@ -113,7 +126,8 @@ class Topology:
     def site(self, place: Place) -> Site:
         """Return where a rank at *place* lies.
 
-        GPU *g* has card ``g * cards // gpus``; ranks on the host take the cards of their node in turn.
+        GPU *g* has card ``g * cards // gpus`` if `Nic.devices` has it, else one of its socket, else of another one;
+        ranks on the host take the cards of their node in turn.
         Raise a `ConfigError` if the machine has no such node or GPU.
         """
         machine, (node, gpu) = self.machine, (place.node, place.gpu)
@@ -148,7 +162,8 @@ class Topology:
         memory = self.memory(site)
         network: tuple[Link, ...] = ()
         if site.card is not None:
-            network = (*self._out(site), node.tx[site.card], node.rx[site.card], *reversed(self._in(site)))
+            out, into = self._to_card(site)
+            network = (*out, node.tx[site.card], node.rx[site.card], *reversed(into))
         other = next((gpu for gpu in range(self.machine.gpus) if gpu != site.gpu), None)
         if self.machine.interconnect.kind != "switch" or other is None:
             return network, ()
@@ -162,13 +177,37 @@ class Topology:
         return {"nvlink": self._nvlink, "rdma": self._rdma, "tcp": self._tcp, "shm": self._shm}[kind](source, target)
 
     def _card(self, node: _Node, gpu: int | None) -> int | None:
-        count = self.machine.nic.count
-        if not count:
+        nic, gpus, cards = self.machine.nic, self.machine.gpus, len(node.tx)
+        if not cards:
             return None
-        if gpu is not None:
-            return gpu * count // self.machine.gpus
-        node.hosts += 1
-        return (node.hosts - 1) % count
+        usable = [card for card in range(cards) if not nic.devices or card * nic.rails in nic.devices]
+        if gpu is None:
+            node.hosts += 1
+            return usable[(node.hosts - 1) % len(usable)]
+        if (own := gpu * cards // gpus) in usable:
+            return own
+        near = [card for card in usable if self._socket(card, cards) == self._socket(gpu, gpus)]
+        return (near or usable)[gpu % len(near or usable)]
+
+    def _socket(self, index: int, count: int) -> int:
+        return index * self.machine.host.sockets // count
+
+    def _to_card(self, site: Site) -> tuple[tuple[Link, ...], tuple[Link, ...]]:
+        # from memory at *site* to its card, and, in the same order, what bytes from the card pass the other way
+        node, nic, gpu, card = self._nodes[site.node], self.machine.nic, site.gpu, site.card
+        out, into = self._out(site), self._in(site)
+        if gpu is None or card is None or not node.uplinks:
+            return out, into
+        cards = len(node.tx)
+        if (own := gpu * cards // self.machine.gpus) == card and nic.gpudirect:
+            return out, into
+        across = self._socket(gpu, self.machine.gpus) != self._socket(card, cards)
+        there: tuple[Link, ...] = (node.memory,) * 2
+        back = there
+        if nic.gpudirect:
+            there, back = ((link,) if across else () for link in node.crossings[card])
+        (up, down), (card_up, card_down) = node.uplinks[own], node.uplinks[card]
+        return (*out, up, *there, card_down), (*into, down, *back, card_up)
 
     def _nvlink(self, source: Site, target: Site) -> Route:
         if source.gpu is None or target.gpu is None:
@@ -198,7 +237,8 @@ class Topology:
                 f"backend over tcp, shm or nvlink"
             )
         cards = (self._nodes[source.node].tx[source.card], self._nodes[target.node].rx[target.card])
-        return Route((*self._out(source), *cards, *reversed(self._in(target))), self.machine.nic.latency)
+        out, into = self._to_card(source)[0], self._to_card(target)[1]
+        return Route((*out, *cards, *reversed(into)), self.machine.nic.latency)
 
     def _tcp(self, source: Site, target: Site) -> Route:
         one, other = self._nodes[source.node], self._nodes[target.node]

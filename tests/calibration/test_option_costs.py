@@ -27,6 +27,13 @@ def test_seconds_are_added_and_rates_are_shares():
     assert (varied.rate, varied.queue_rate, varied.read_rate) == (OFF.rate / 2, 50e9, 100e9)
 
 
+def test_each_rail_has_queue_pairs_of_its_own():
+    model = replace(OFF, path="rdma", queues=1, queue_rate=40e9)
+    assert model.on_rails(1) == model
+    alone, spread = (model.on_rails(rails).isolated_time(1, 1 << 30, 90e9) for rails in (1, 2))
+    assert (alone - OFF.latency) / (spread - OFF.latency) == pytest.approx(2.0)
+
+
 @pytest.mark.parametrize("stages", [{"overlap": False}, {}, {"pipelined": True}], ids=["sum", "maximum", "pipeline"])
 def test_times_of_arrays_are_those_of_their_numbers(stages):
     ramps = (Ramp(first=16, extra=1e-6),)

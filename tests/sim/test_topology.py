@@ -2,6 +2,7 @@
 
 import pytest
 
+from pdsim.config.compose import compose
 from pdsim.core.clock import Clock
 from pdsim.core.errors import ConfigError
 from pdsim.sim.network import Network
@@ -33,6 +34,32 @@ ROUTES = {
         gpu(0, card=0),
         gpu(3, card=1),
         [GPU, "gpu0/pcie.out", "nic0/tx", "nic1/rx", "gpu3/pcie.in", PEER],
+    ),
+    "a card of the other socket": (
+        {"devices": (1,), "far": 0.5},
+        "rdma",
+        gpu(0, card=1),
+        gpu(3, card=1),
+        [
+            *(GPU, "gpu0/pcie.out", "switch0/up", "nic1/socket.out", "switch1/down", "nic1/tx"),
+            *("nic1/rx", "gpu3/pcie.in", PEER),
+        ],
+    ),
+    "cards without GPUDirect": (
+        {"gpudirect": False},
+        "rdma",
+        gpu(0, card=0),
+        HOST,
+        [
+            GPU,
+            "gpu0/pcie.out",
+            "switch0/up",
+            *["host/memory"] * 2,
+            "switch0/down",
+            "nic0/tx",
+            "nic0/rx",
+            "host/memory",
+        ],
     ),
     "cards of hosts": ({}, "rdma", HOST, OTHER, ["host/memory", "nic0/tx", "node1/nic1/rx", "node1/host/memory"]),
     "tcp": ({}, "tcp", HOST, OTHER, ["host/memory", "tcp.out", "node1/tcp.in", "node1/host/memory"]),
@@ -72,6 +99,54 @@ def test_gpus_are_spread_over_cards_that_hosts_take_in_turn():
     links = topology(gpus=8, cards=4)
     assert [links.site(Place(0, index)).card for index in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [links.site(Place(node)).card for node in (0, 0, 1, 0, 0, 0)] == [0, 1, 0, 2, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"cards": 8, "devices": (0,)}, [0] * 8),  # one card for all
+        ({"cards": 8, "devices": (0, 1, 6)}, [0, 1, 0, 1, 6, 6, 6, 6]),  # its own, one of its socket
+        ({"cards": 4, "devices": (2, 3)}, [2, 3, 2, 3, 2, 2, 3, 3]),  # or one of the other socket
+        ({"cards": 8, "rails": 2}, [0, 0, 1, 1, 2, 2, 3, 3]),  # groups of two
+        ({"cards": 8, "rails": 2, "devices": (4, 5)}, [2] * 8),
+    ],
+)
+def test_gpus_take_the_nearest_card_that_they_may(changes, expected):
+    links = topology(gpus=8, **changes)
+    assert [links.site(Place(0, index)).card for index in range(8)] == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "source", "seconds"),
+    [
+        ({}, 1, 5.0),  # 100 bytes through a card of 20
+        ({"devices": (1,), "far": 0.4}, 1, 12.5),  # of the other socket
+        ({"devices": (1,), "far": 0.4}, 3, 5.0),
+        ({"rails": 2}, 1, 2.5),
+        ({"rails": 2, "gpudirect": False}, 1, 2.5),  # host memory of 400 carries it twice
+    ],
+)
+def test_a_wrong_card_takes_as_long_as_its_slowest_link(changes, source, seconds):
+    clock = Clock()
+    network = Network(clock)
+    links = Topology(machine(**changes), network)
+    route = links.route("rdma", links.site(Place(0, source)), links.site(Place(1, 3)))
+    ended = []
+    network.start(network.path(route.links), 100.0, lambda _: ended.append(clock.now))
+    clock.run()
+    assert ended == [seconds]
+
+
+def test_public_pair_on_another_sockets_card_gets_half():
+    """UCX issue 11259: two cards for eight A100; GPU 0 to 7 over mlx5_0 alone had half of a card's bandwidth."""
+    words = ["hw=2x8xa100", "backend=nixl", "hw.nic.count=2"]
+    rates = []
+    for more in ([], ["hw.nic.devices=[0]"]):
+        config = compose([*words, *more])
+        links = Topology(config.hw, Network(Clock()))
+        route = links.route("rdma", links.site(Place(0, 0)), links.site(Place(1, 7))).links
+        rates.append(min(link.capacity for link in route))
+    assert rates[1] / rates[0] == pytest.approx(0.5, rel=0.1)
 
 
 @pytest.mark.parametrize(

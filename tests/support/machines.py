@@ -13,9 +13,18 @@ from pdsim.transfer.job import Outcome, Place, RankSpec
 
 
 def machine(
-    kind: str = "switch", nodes: int = 2, gpus: int = 4, cards: int = 2, vendor: str = "nvidia", latency: float = 0.0
+    kind: str = "switch",
+    nodes: int = 2,
+    gpus: int = 4,
+    cards: int = 2,
+    vendor: str = "nvidia",
+    latency: float = 0.0,
+    **nic: Any,
 ) -> Machine:
-    """Return nodes of GPUs: memory 1000 bytes/s, ports 100, PCIe 50, cards 20; host memory 400, TCP 1000 bytes/s."""
+    """Return nodes of GPUs: memory 1000 bytes/s, ports 100, PCIe 50, cards 20; host memory 400, TCP 1000 bytes/s.
+
+    A node has two sockets; *nic* are further fields of its cards.
+    """
     return Machine(
         name="test",
         vendor=vendor,
@@ -23,8 +32,8 @@ def machine(
         gpus=gpus,
         gpu=Gpu(name="G", memory=4096, memory_rate=1000.0, compute=1.0, pcie=50.0) if gpus else None,
         interconnect=Interconnect(kind=kind, rate=100.0, latency=latency),
-        nic=Nic(count=cards, rate=20.0, latency=latency),
-        host=Host(memory=1 << 20, memory_rate=400.0, tcp_rate=1000.0, tcp_latency=0.5),
+        nic=Nic(count=cards, rate=20.0, latency=latency, **nic),
+        host=Host(memory=1 << 20, memory_rate=400.0, sockets=2, tcp_rate=1000.0, tcp_latency=0.5),
     )
 
 
