@@ -136,7 +136,7 @@ sweep seed=1,2 hw=8xh20,8xh200,8xh100 --zip seed,hw -> but seed has 2, hw has 3
 sweep seed=1,2 --seeds 2 -> --seeds and seed= set the same; give one of them
 sweep --seeds none -> --seeds none: must be a whole number >= 0
 run -m hw=8xh20,9xh20 -> hw=9xh20 does not exist; did you mean hw=8xh20?
-run parallel.prefill.tp=8 -> 8 + 4 GPUs, hw=8xh20 has 8; lower tp or instances
+run parallel.prefill.tp=8 -> 4 GPUs, hw=8xh20 has 8; lower tp or instances, or set experiment.deployment=colocated
 run parallel=tp2 parallel.prefill.tp=3 -> tp=3 does not divide the 64 heads of model=llama-3.1-70b; use one
 run model=qwen3-8b kv.pool=95GB -> of weights exceed the
 run hw=2xh200 model=llama-3.1-70b -> puts 132 GiB of weights on each GPU at parallel.prefill.tp=1

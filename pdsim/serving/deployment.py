@@ -224,8 +224,9 @@ def places(parallel: Parallel, machine: Machine) -> tuple[list[Place], list[Plac
     prefill, decode = parallel.prefill.gpus, parallel.decode.gpus
     total, first = machine.nodes * machine.gpus, prefill
     if machine.gpus and prefill + decode > total:
+        alone = ", or set experiment.deployment=colocated" if prefill <= total else ""
         raise ConfigError(
-            f"parallel needs {prefill} + {decode} GPUs, hw={machine.name} has {total}; lower tp or instances"
+            f"parallel needs {prefill} + {decode} GPUs, hw={machine.name} has {total}; lower tp or instances{alone}"
         )
     if machine.gpus and (node := -(-prefill // machine.gpus) * machine.gpus) + decode <= total:
         first = node  # the next node's first GPU
