@@ -84,8 +84,6 @@ class RankProcess:
         self.ignored = 0
         self.handlers: dict[type[KvMessage], Handler] = {Ping: self._ping}
         self._heard = rank.clock.now
-        self._payload: bytes | None = None
-        self._message: Any = None  # the last one, decoded
 
     def run(self) -> Program:
         """Serve until the router says stop; return `report`."""
@@ -152,9 +150,7 @@ class RankProcess:
         # The sender of what cannot be read, or is not for this rank, is refused; a refusal of this rank ends it
         # with a `MessageError`.
         try:
-            if payload is not self._payload:  # of several ranks at once it is one object
-                self._message, self._payload = decode(payload), payload
-            message = self._message
+            message = decode(payload)
         except Refused as error:
             raise MessageError(f"refused by {sender}: {error}") from None
         except MessageError as error:

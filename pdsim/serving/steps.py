@@ -31,6 +31,7 @@ from pdsim.serving.settings import HostCosts
 BUSY = 0.25
 """Seconds for which a request keeps the host busy that has come to it (`ServingEngine.busy`)."""
 _DRAWS = 1024  # of steps, at a time
+_AHEAD = 64  # of other costs
 
 
 def iteration_seconds(forward: float, launch: float, step: float, overlap: bool) -> float:
@@ -53,6 +54,7 @@ class SchedulerHost:
         self.steps = StepVariation(costs.step, variation, seed, name) if variation and costs.step else None
         self._shape = variation**-2 if variation else 0.0
         self._random = stream(seed, f"{name}.host")
+        self._drawn_ahead: list[float] = []  # many at a time take a fifth of the time each
         self._reading = 0.0  # until when requests are read that have come, on the clock
         self.pace = 1.0
         """Times as long as its mean each cost is now, steps excepted."""
@@ -84,7 +86,9 @@ class SchedulerHost:
         mean *= self.pace
         if not (mean and self._shape):
             return mean
-        return mean * self._random.gamma(self._shape) / self._shape
+        if not self._drawn_ahead:
+            self._drawn_ahead = self._random.gamma(self._shape, size=_AHEAD).tolist()[::-1]
+        return mean * self._drawn_ahead.pop() / self._shape
 
 
 class PostingHost(SchedulerHost):
