@@ -203,21 +203,26 @@ def _base(line: CommandLine, words: tuple[str, ...]) -> dict[str, Any] | None:
     return _composed[line, words]
 
 
-def _remembered(words: tuple[str, ...]) -> tuple[Path, str]:
-    # The file that has, or is to have, the composition of *words*, and a mark of all files that it is made of:
-    # groups, defaults and Hydra.  A third of the time of a short run is spent without it.
-    modules = ("pdsim.config", "hydra", "omegaconf")
-    sources = [Path(spec.origin) for name in modules if (spec := find_spec(name)) is not None and spec.origin]
+def _remembered(words: tuple[str, ...]) -> tuple[Path, str] | None:
+    # The file that has, or is to have, the composition of *words*, and a mark of all that it is made of: groups,
+    # defaults and Hydra.  A third of the time of a short run is spent without it.
+    from pdsim.config import defaults
+
+    digest = sha256(repr(defaults()).encode())
+    spec = find_spec("hydra")
+    sources = [Path(spec.origin)] if spec is not None and spec.origin else []  # it says its version
     for folder in plugins.folders().values():
-        sources += [Path(place, name) for place, _, names in os.walk(folder) for name in names]
-    digest = sha256()
-    for source in sorted(sources):
-        if source.suffix != ".pyc":
-            about = source.stat()
-            digest.update(f"{source} {about.st_size} {about.st_mtime_ns}\n".encode())
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdsim"
+        for place, below, names in os.walk(folder):
+            below.sort()
+            sources += [Path(place, name) for name in sorted(names) if name.endswith(".yaml")]
+    for source in sources:
+        digest.update(f"{source}\n".encode() + source.read_bytes())
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # a user without a home
+        return None
     name = sha256("\n".join(words).encode()).hexdigest()[:16]
-    return home / f"{name}.composed", digest.hexdigest()
+    return home / "pdsim" / f"{name}.composed", digest.hexdigest()
 
 
 def _read(kept: tuple[Path, str]) -> dict[str, Any] | None:
