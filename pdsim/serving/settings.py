@@ -31,10 +31,10 @@ ELSEWHERE = {
 class Workload:
     """Which requests arrive when: `conf/workload`.
 
-    With *trace*, a path: Mooncake JSONL or Azure CSV, told apart by content.  Otherwise *arrivals* says how *count*
-    requests are generated at a mean *rate* a second, with log-normal lengths of the given mean and coefficient of
-    variation.  In this order: *jitter* spreads arrivals, *skip*, *seconds* and *count* choose a part, *speed* and
-    *load* scale it.
+    With *trace*, a path: JSONL of Mooncake or Qwen-Bailian, CSV of Azure or BurstGPT, told apart by content.
+    Otherwise *arrivals* says how *count* requests are generated at a mean *rate* a second, with log-normal lengths
+    of the given mean and coefficient of variation. In this order: *jitter* spreads arrivals, *skip*, *seconds* and
+    *count* choose a part, *speed* and *load* scale it.
     """
 
     trace: str | None = None

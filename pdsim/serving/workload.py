@@ -97,7 +97,18 @@ def _all(workload: Workload, seed: int, context: int) -> tuple[RequestTable, tup
     requests = read_trace(path, context)
     if workload.jitter == "auto":
         return _spread(RequestTable.of(requests), seed)
-    return RequestTable.of(_needed(requests, workload)), ()
+    table = RequestTable.of(_needed(requests, workload))
+    return table, _gridded(table) if workload.trace else ()
+
+
+def _gridded(table: RequestTable) -> tuple[str, ...]:
+    if not (spacing := grid(table.arrival)):
+        return ()
+    together = len(table) / len(np.unique(table.arrival))
+    return (
+        f"warning: arrivals lie on a grid of {format_time(spacing)}, {together:.1f} at a time, which makes bursts; "
+        "workload.jitter=auto spreads them",
+    )
 
 
 def _needed(requests: Iterable[Request], workload: Workload) -> Iterator[Request]:
@@ -113,7 +124,10 @@ def _needed(requests: Iterable[Request], workload: Workload) -> Iterator[Request
 
 
 AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
-
+_BURSTGPT_HEADERS = (
+    "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type",
+    "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type",
+)
 
 _LINE = 1 << 20
 """Characters of a line; a million tokens have hashes of some 20 KiB."""
@@ -129,12 +143,21 @@ class _MooncakeLine(msgspec.Struct):
     hash_ids: tuple[int, ...] = ()
 
 
+class _BailianLine(_MooncakeLine):  # whose timestamp is in seconds
+    chat_id: int = 0
+
+
+_BAILIAN_BLOCK = 16
+"""Tokens of a hash of a Qwen-Bailian trace."""
+
 _decode_mooncake = msgspec.json.Decoder(_MooncakeLine).decode
+_decode_bailian = msgspec.json.Decoder(_BailianLine).decode
 
 
 def read_trace(path: Path, context: int) -> Iterator[Request]:
-    """Yield the requests of the trace at *path*, Mooncake's JSON lines or Azure's CSV, arrivals from 0.
+    """Yield the requests of the trace at *path*, arrivals from 0.
 
+    It is Mooncake's or Qwen-Bailian's JSON lines, or Azure's or BurstGPT's CSV, told apart by the first line.
     Lines are read as they are needed.  Raise a `ConfigError` with file, line and reason for what is not a request,
     for times that decrease, and for more than *context* tokens.
     """
@@ -160,7 +183,7 @@ def _parsed(path: Path, file: Iterable[str], context: int) -> Iterator[Request]:
             raise ConfigError(f"{where}: a line of more than {_LINE >> 10} KiB; correct or delete the line")
         if parse is None:
             parse = _parser(text, where)
-            if parse is _azure:
+            if not text.startswith("{"):  # a header
                 continue
         try:
             time, given, wanted, hash_ids = parse(text)
@@ -188,19 +211,40 @@ def _parsed(path: Path, file: Iterable[str], context: int) -> Iterator[Request]:
 
 
 def _parser(text: str, where: str) -> Callable[[str], tuple[float, int, int, tuple[int, ...]]]:
+    header = text.lstrip("\ufeff")
     if text.startswith("{"):
-        return _mooncake
-    if text.lstrip("\ufeff") == AZURE_HEADER:
+        return _bailian if '"chat_id"' in text else _mooncake
+    if header == AZURE_HEADER:
         return _azure
+    if header in _BURSTGPT_HEADERS:
+        return _burstgpt
     raise ConfigError(
-        f"{where}: neither a Mooncake trace (JSON lines with timestamp, input_length, output_length) nor an Azure "
-        f"one (CSV with the header {AZURE_HEADER}); convert the trace to one of them"
+        f"{where}: no trace of Mooncake or Qwen-Bailian (JSON lines with timestamp, input_length, output_length), "
+        f"Azure (CSV with the header {AZURE_HEADER}) or BurstGPT (Timestamp,Model,Request tokens,...); convert the "
+        "trace to one of them"
     )
 
 
 def _mooncake(text: str) -> tuple[float, int, int, tuple[int, ...]]:
     row = _decode_mooncake(text)
     return row.timestamp / 1e3, row.input_length, row.output_length, row.hash_ids
+
+
+def _bailian(text: str) -> tuple[float, int, int, tuple[int, ...]]:
+    # Prefixes are compared in blocks of `HASHED` tokens: a block is alike if all its hashes are.
+    row, each = _decode_bailian(text), HASHED // _BAILIAN_BLOCK
+    hashes = tuple(hash(row.hash_ids[first : first + each]) for first in range(0, len(row.hash_ids), each))
+    return row.timestamp, row.input_length, row.output_length, hashes
+
+
+def _burstgpt(text: str) -> tuple[float, int, int, tuple[int, ...]]:
+    fields = text.split(",")
+    if len(fields) not in (6, 8):
+        raise ValueError(f"{len(fields)} fields, need the 6 or 8 of BurstGPT")
+    given, wanted = int(fields[-4]), int(fields[-3])
+    if not wanted:
+        raise ValueError("a request that failed; take the file without fails")
+    return float(fields[0]), given, wanted, ()
 
 
 _AZURE_ORIGIN = datetime(2020, 1, 1)
@@ -212,7 +256,7 @@ def _azure(text: str) -> tuple[float, int, int, tuple[int, ...]]:
     if len(fields) != 3:
         raise ValueError(f"{len(fields)} fields, need the 3 of {AZURE_HEADER}")
     whole = datetime.fromisoformat(fields[0]).replace(microsecond=0, tzinfo=None) - _AZURE_ORIGIN
-    fraction = fields[0].rpartition(".")[2] if "." in fields[0] else "0"  # datetime keeps six digits of seven
+    fraction = fields[0].partition(".")[2].partition("+")[0] or "0"  # datetime keeps six digits of seven
     return whole.total_seconds() + float(f"0.{fraction}"), int(fields[1]), int(fields[2]), ()
 
 

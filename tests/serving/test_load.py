@@ -175,6 +175,13 @@ def test_arrivals_on_a_grid_are_spread_within_it_in_their_order(tmp_path: Path):
     assert draw(replace(workload, jitter="none"), 0, 4096).requests[4].arrival == 0
 
 
+def test_arrivals_on_a_grid_are_noticed_with_the_remedy(tmp_path: Path):
+    (note,) = draw(replace(gridded(tmp_path), jitter="none"), 0, 4096).notes
+    assert note.startswith("warning: arrivals lie on a grid of 3 s, 5.0 at a time")
+    assert note.endswith("workload.jitter=auto spreads them")
+    assert draw(Workload(), 0, 8192).notes == ()
+
+
 def test_arrivals_off_any_grid_stay_and_that_is_said():
     workload = Workload(jitter="auto")
     assert draw(workload, 0, 8192).requests == load(replace(workload, jitter="none"), 0, 8192)

@@ -48,6 +48,37 @@ def test_azure_timestamps_keep_their_seventh_digit(tmp_path: Path):
     assert [request.arrival for request in requests] == pytest.approx([0, 4.314579, 5.3145791], abs=3e-8)
 
 
+def test_azure_timestamps_may_have_a_time_zone(tmp_path: Path):
+    rows = "2024-05-10 00:00:00.009930+00:00,2162,5", "2024-05-10 00:00:01+00:00,2399,6"
+    requests = load(trace(tmp_path, HEADER, *rows), 0, CONTEXT)
+    assert [request.arrival for request in requests] == pytest.approx([0, 0.99007], abs=3e-8)
+
+
+BURSTGPT = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"
+BAILIAN = '{{"chat_id": {0}, "timestamp": {1}, "input_length": {2}, "output_length": 2, "turn": 1, "hash_ids": {3}}}'
+
+
+@pytest.mark.parametrize("extra", ["", "7,1.5,"])
+def test_burstgpt_has_seconds_and_tokens(tmp_path: Path, extra: str):
+    header = BURSTGPT.replace("Model", "Session ID,Elapsed time,Model") if extra else BURSTGPT
+    rows = f"5,{extra}ChatGPT,472,18,490,Conversation log", f"45.5,{extra}GPT-4,1087,230,1317,API log"
+    assert load(trace(tmp_path, header, *rows), 0, CONTEXT) == [Request(0.0, 472, 18), Request(40.5, 1087, 230)]
+
+
+def test_bailian_hashes_of_16_tokens_make_blocks_of_512(tmp_path: Path):
+    common = list(range(40))
+    lines = (
+        BAILIAN.format(1, 61.114, 640, common),
+        BAILIAN.format(2, 62.114, 640, [*common[:39], 99]),
+        BAILIAN.format(3, 63.114, 640, [99, *common[1:]]),
+    )
+    first, second, third = load(trace(tmp_path, *lines), 0, CONTEXT)
+    assert [one.arrival for one in (first, second, third)] == pytest.approx([0, 1, 2])
+    assert [len(one.hash_ids) for one in (first, second, third)] == [2, 2, 2]
+    assert first.hash_ids[0] == second.hash_ids[0] != third.hash_ids[0]
+    assert first.hash_ids[1] != second.hash_ids[1]
+
+
 def test_windows_line_ends_and_a_missing_last_one_are_read(tmp_path: Path):
     path = tmp_path / "trace"
     path.write_bytes(f"{HEADER}\r\n2023-11-16 18:15:46,374,44\r\n2023-11-16 18:15:47,1,2".encode())
@@ -79,6 +110,8 @@ AZURE = "2023-11-16 18:15:46"
         (HEADER, f"{AZURE},many,5", "invalid literal for int"),
         (HEADER, f"{AZURE},nan,5", "invalid literal for int"),
         (HEADER, f"{AZURE},0,5", "0 input and 5 output tokens"),
+        (BURSTGPT, "5,GPT-4,300,0,300,API log", "a request that failed; take the file without fails"),
+        (BURSTGPT, "5,GPT-4,300", "3 fields, need the 6 or 8"),
     ],
 )
 def test_a_malformed_line_is_named_with_file_line_and_reason(tmp_path: Path, first: str, line: str, reason: str):
@@ -114,7 +147,7 @@ def test_prompts_that_are_cut_to_the_context_are_noted():
     [
         (None, "cannot be read: No such file"),
         (b"\xff\xfe\x00", "is not text"),
-        (b"a,b,c", "neither a Mooncake trace"),
+        (b"a,b,c", "no trace of Mooncake or Qwen-Bailian"),
         (b"\n", "has no requests"),
     ],
 )
