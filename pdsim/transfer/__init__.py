@@ -8,15 +8,13 @@ pages or layers, which engine runs, or whether time is virtual.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 from simpy.events import Event
 
 from pdsim.core.clock import Clock, Mailbox, fire
-from pdsim.core.errors import InvalidBatch
-from pdsim.transfer.batch import Batch, Buffer, Region
+from pdsim.transfer.batch import Batch, Buffer, Peer, Region, Transfer, TransferRecord, check_sides
 
 __all__ = [
     "Batch", "Batches", "Buffer", "Channel", "Device", "Endpoint", "Message", "Notification", "Peer", "Program",
@@ -67,87 +65,6 @@ class Device(Protocol):
 
         On real targets it is a wait: computation is emulated, and transfers go on meanwhile.
         """
-
-
-class TransferRecord(NamedTuple):
-    """What one transfer was and when each stage of it ended; seconds on the clock of the rank that posted it.
-
-    As in nixlbench: *prep* is ``prepared - submitted`` (descriptor lists built), *post* is ``posted - prepared``
-    (the engine has taken all descriptors), *tx* is ``seen - posted``, of which ``completed - posted`` is the wire
-    (bytes at the target, acknowledged) and ``seen - completed`` what the poller added.
-    """
-
-    engine: str
-    operation: str  # "write", "read", "all_gather" or "reserve"
-    source: str  # rank; of a collective, all of them
-    target: str  # rank
-    nbytes: int
-    descriptors: int
-    submitted: float
-    prepared: float
-    posted: float
-    completed: float
-    seen: float
-    status: str = "ok"  # or the name of the exception's class
-    label: str = ""  # the caller's, opaque to the engine
-
-
-class Transfer(Event):
-    """One write or read under way.
-
-    Succeeds with its `TransferRecord`, or fails with a `TransferError`.  A failure that nobody waits for does not
-    end the run: the recorder has it.  Its states; `pdsim.sim.endpoint` and `backends.base.endpoint` use the same
-    names for the transitions::
-
-                        refused by the engine
-        prepared ───────────────────────────────┐
-            │ post                              │
-            ▼         engine, deadline, peer    ▼
-         posted ────────────────────────────► failed
-            │              fail                 │
-            │ complete                          ├─ bytes may still move ──► quarantined
-            ▼                                   │  quarantine                    │
-        completed                               │ nothing moves                  │ quiesce
-            │                                   ▼                                ▼
-            └──────────────────────────────► quiesced ◄──────────────────────────┘
-
-    *settled* is a second event: it succeeds once the engine has proven that no byte of this transfer moves any more.
-    After success both are triggered together.  After a time-out or a lost peer it may come later, or never: until
-    then the memory on **both** sides is in quarantine, and whoever owns it must not hand it out again.
-
-    *posted* is when the call that posts it keeps its thread no longer; on a virtual clock maybe after it returns.
-    """
-
-    def __init__(self, clock: Clock, batch: Batch, label: str = "") -> None:
-        self.env = cast(Any, clock)  # and so on: what `Event.__init__` does, as SimPy's own `Timeout` does it
-        self.callbacks = []
-        self._defused = True
-        self.batch = batch
-        self.label = label
-        self.posted = clock.now
-        self._settled: Event | None = None  # made when it is asked for, which is seldom
-        self._quiesced = False
-
-    @property
-    def settled(self) -> Event:
-        """The second event; see above."""
-        if self._settled is None:
-            self._settled = Event(self.env)
-            if self._quiesced:
-                fire(self._settled)
-        return self._settled
-
-    def settle(self, *, now: bool = False) -> None:
-        """Trigger `settled`, at once if nobody waits for it, so that it takes no turn of the clock; for endpoints.
-
-        With *now*, who waits for it goes on at once too: only for callbacks, like `fire`.
-        """
-        if self._settled is None:
-            self._quiesced = True
-        elif self._settled.callbacks and not now:
-            self._settled.succeed()
-        else:
-            fire(self._settled)
 
 
 class Batches(Protocol):
@@ -272,34 +189,6 @@ class Notification(NamedTuple):
     sender: str  # rank
     payload: bytes
     times: int = 1
-
-
-@dataclass(frozen=True)
-class Peer:
-    """The other side of a connection, as `Endpoint.connect` returns it."""
-
-    name: str  # rank
-    regions: Mapping[str, Region]
-    handle: Any = field(default=None, repr=False, compare=False)  # the engine's own
-
-
-def check_sides(rank: str, peer: Peer, batch: Batch, *, write: bool) -> tuple[Region, Region]:
-    """Return the regions of *batch* on the side of *rank*, which posts it, and on that of *peer*.
-
-    Every endpoint calls this before it posts.  Raise `InvalidBatch` if the first is not a region of *rank*, or the
-    second was not in the address that *peer* was connected with.
-    """
-    local, remote = (batch.source, batch.target) if write else (batch.target, batch.source)
-    if local.owner != rank:
-        side, operation = ("source", "write") if write else ("target", "read")
-        raise InvalidBatch(f"the {side} of a {operation} must be a region of {rank}, got one of {local.owner}")
-    known = peer.regions.get(remote.name)
-    if known is not remote and known != remote:
-        raise InvalidBatch(
-            f"region {remote.owner}/{remote.name} is not in the address of {peer.name}, which has "
-            f"{', '.join(sorted(peer.regions)) or 'none'}; connect again with a newer address"
-        )
-    return local, remote
 
 
 class Endpoint(Protocol):
