@@ -310,6 +310,13 @@ def _connector(config: Config, engine: str) -> str:
 
 def _unsupported(config: Config, engine: str, connector: str) -> Iterator[tuple[str, object, str]]:
     kv, cache = config.kv, config.cache
+    if config.engine.draft:
+        name = "--speculative-algorithm" if engine == "sglang" else "--speculative-config"
+        yield (
+            "engine.draft",
+            config.engine.draft,
+            f"name a drafter with live.arguments=[{name}, ...], and leave it out",
+        )
     radix = "radix" if engine == "sglang" else "block"
     if kv.layerwise:
         yield "kv.layerwise", "true", "they send whole chunks; leave it out"

@@ -228,13 +228,15 @@ def _job(config: Config, options: ServeOptions) -> Deployment:
     if config.engine.packed:
         shape = replace(shape, head_bytes=2 * shape.head_bytes, packed=True)
     ranks = parallel.prefill.gpus + parallel.decode.gpus
+    drafter, comes = config.engine.draft_layers, config.engine.draft_kv == "transferred"
+    whole = replace(shape, layers=shape.layers + drafter)  # whose KV decode keeps in any case
 
     # KV is handed over in the pages of the side that has the smaller ones
     own = config.kv.page_size, config.kv.decode_page_size or config.kv.page_size
     size = min(own)
     kv, blocks = replace(config.kv, page_size=size), tuple(page // size for page in own)
 
-    def pool(side: Side, block: int) -> int:
+    def pool(side: Side, block: int, shape: KvShape = whole) -> int:
         pages = pages_per_rank(side, config.model, shape, config.hw, kv, config.scheduler, ranks)
         return max(1, pages // block) * block
 
@@ -252,11 +254,11 @@ def _job(config: Config, options: ServeOptions) -> Deployment:
         gather=_gather(config),
         state_slots=config.kv.state_slots or config.scheduler.decode_batch,
         window_share=config.kv.window_share,
-        shape=shape,
+        shape=whole if comes else shape,
         page_size=size,
         prefill_block=blocks[0],
         decode_block=blocks[1],
-        prefill_pages=pool(parallel.prefill, blocks[0]),
+        prefill_pages=pool(parallel.prefill, blocks[0], whole if comes else shape),
         decode_pages=pool(parallel.decode, blocks[1]),
         slots=2 * config.scheduler.decode_batch,
         chunk=config.engine.step_tokens or config.scheduler.chunk,

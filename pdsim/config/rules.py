@@ -484,6 +484,7 @@ def _handoff(config: Config) -> Iterator[str]:
             "kv.staging=true gathers tokens, but pages are kept by heads (engine.page_order=heads), where "
             "a slice is one descriptor a page; leave kv.staging out"
         )
+    yield from _drafts(config)
     if other := kv.decode_page_size:
         if max(kv.page_size, other) % min(kv.page_size, other):
             yield f"kv.decode_page_size={other} and kv.page_size={kv.page_size}: one must divide the other"
@@ -512,6 +513,24 @@ def _handoff(config: Config) -> Iterator[str]:
         yield (
             f"experiment.dp_rank=query, but {pulls}: prefill's answer names the group; leave experiment.dp_rank out"
         )
+
+
+def _drafts(config: Config) -> Iterator[str]:
+    engine = config.engine
+    if engine.draft and not engine.acceptance:
+        yield (
+            f"engine.draft={engine.draft} needs engine.acceptance, the chance that a proposed token is accepted, "
+            "such as 0.7"
+        )
+    if engine.draft_layers and not engine.draft:
+        yield f"engine.draft_layers={engine.draft_layers} needs engine.draft, the tokens proposed a step"
+    if engine.draft_layers and set(config.model.hybrid.pattern) != {"a"}:
+        yield (
+            f"engine.draft_layers={engine.draft_layers} is for models of full attention, not for "
+            f"model={config.model.name}; leave it out"
+        )
+    if engine.draft_kv == "recomputed" and getattr(config.experiment, "colocated", False):
+        yield "engine.draft_kv=recomputed, but colocated engines hand nothing over; leave it out"
 
 
 # --- the model -----------------------------------------------------------------------------------------------------

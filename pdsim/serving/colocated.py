@@ -25,7 +25,7 @@ from pdsim.serving.policies import RoutingQuery, route, router_policy, scheduler
 from pdsim.serving.rank_process import LinkTraffic, RankProcess
 from pdsim.serving.requests import RequestTable
 from pdsim.serving.router import Arrivals, RoutedRequest
-from pdsim.serving.steps import GrowingMemory, Member, RunningBatch, SchedulerHost
+from pdsim.serving.steps import GrowingMemory, Member, RunningBatch, SchedulerHost, drafts
 from pdsim.transfer import Program
 from pdsim.transfer.job import Place, Rank
 
@@ -70,8 +70,8 @@ class _Service(RankProcess):
         traffic: list[LinkTraffic] = [device.traffic.of(Place(node or 0, gpu)) for node, gpu in places]
         ranks = len(traffic) // len(self.load)
         self.engines = {
-            name: ColocatedEngine(self.clock, job, self._finished, traffic[number * ranks : (number + 1) * ranks])
-            for number, name in enumerate(self.load)
+            name: ColocatedEngine(self.clock, job, name, self._finished, traffic[at * ranks : (at + 1) * ranks])
+            for at, name in enumerate(self.load)
         }
 
     def run(self) -> Program:
@@ -161,6 +161,7 @@ class ColocatedEngine:
         self,
         clock: Clock,
         job: Deployment,
+        name: str,
         finished: Callable[[ColocatedRequest], None],
         traffic: Sequence[LinkTraffic],  # of the model's GPUs
     ) -> None:
@@ -174,7 +175,12 @@ class ColocatedEngine:
         self._windows = job.window_pages(job.decode_pages) if job.shape.state.window else 0
         self._finished = finished
         self._batch = RunningBatch(
-            job.decode_time, job.decode_batch, job.engine.decode, job.engine.overlap, launch=_launch(job)
+            job.decode_time,
+            job.decode_batch,
+            job.engine.decode,
+            job.engine.overlap,
+            launch=_launch(job),
+            drafts=drafts(job, name),
         )
         self._memory = GrowingMemory(job, pool, self._batch)
         self._arrived: deque[ColocatedRequest] = deque()  # since the scheduler looked
@@ -259,7 +265,7 @@ class ColocatedEngine:
         # A piece is ``(tokens covered before, tokens)``; the second are the requests that it completes.
         pieces: list[tuple[int, int]] = []
         ends: list[ColocatedRequest] = []
-        limits = self.job.chunk - len(self._batch), self.job.prefill_batch
+        limits = self.job.chunk - len(self._batch) * (1 + self.job.engine.draft), self.job.prefill_batch
         for one, tokens in step_pieces(self._queue, *limits, self.policy, self.job.engine.scheduler, self._start):
             pieces.append((one.done, tokens))
             one.done += tokens

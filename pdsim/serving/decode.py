@@ -25,7 +25,7 @@ from pdsim.serving.block_manager import DecodePages, out_of_memory
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.policies import handoff_of
 from pdsim.serving.rank_process import EngineRank, HandoffLeader, InstanceScheduler, Mover, Room
-from pdsim.serving.steps import GrowingMemory, RunningBatch
+from pdsim.serving.steps import GrowingMemory, RunningBatch, drafts
 from pdsim.transfer import Program
 from pdsim.transfer.job import Rank
 
@@ -187,7 +187,12 @@ class DecodeScheduler(InstanceScheduler[DecodeRequest, DecodePages, DecodeLeader
         self.mover = mover
         self.complete: list[DecodeRequest] = []  # arrived, not noticed
         self.batch = RunningBatch(
-            job.decode_time, job.decode_batch, self.host.costs, job.engine.overlap, self.host.steps
+            job.decode_time,
+            job.decode_batch,
+            self.host.costs,
+            job.engine.overlap,
+            self.host.steps,
+            drafts=drafts(job, engine.instance),
         )
         self.preemption = Preemption(self)
         self.hits: dict[int, int] = {}  # by room: tokens that were cached
@@ -374,7 +379,7 @@ class DecodeScheduler(InstanceScheduler[DecodeRequest, DecodePages, DecodeLeader
                 self.reject(room)
                 continue
             self.pages.arrived(room.request.room)
-            self._held_up += self.host.admit(room.request.input)
+            self._held_up += self.host.admit(room.request.input) + self.job.drafted_again(room.request.input)
             room.first = room.polled + self._held_up + self.host.answer(room.request.input)
             if lag:
                 room.lag = lag
@@ -451,7 +456,8 @@ class DecodeScheduler(InstanceScheduler[DecodeRequest, DecodePages, DecodeLeader
         # Tokens on their way to experts take from what KV gets there; the steps have the length that they have
         # without KV.  Ranks of a group that do not schedule put nothing there.
         exchange = self.job.decode_time.exchange
-        tokens = again + (self.batch.steps(end) * len(self.batch) if math.isfinite(end) else 0)
+        each = len(self.batch) * (1 + self.job.engine.draft)
+        tokens = again + (self.batch.steps(end) * each if math.isfinite(end) else 0)
         network, port = tokens * exchange.network, tokens * exchange.port
         self.engine.traffic.exchange(network, port, end - self.clock.now)
 
@@ -603,7 +609,7 @@ class Preemption:
 
     def pieces(self) -> list[tuple[int, int]]:
         """Return what the next step computes again, (tokens before, tokens) each, and count it as done."""
-        pieces, budget = [], self._job.chunk - len(self._batch)
+        pieces, budget = [], self._job.chunk - len(self._batch) * (1 + self._job.engine.draft)
         for room in self.recomputing:
             tokens = min(budget, room.context - room.recomputed)
             if tokens <= 0:

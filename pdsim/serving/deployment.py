@@ -189,13 +189,20 @@ class Deployment:
         """Return the seconds that a request of *given* and *wanted* tokens can take that is first in every queue."""
         chunks = [(done, min(self.chunk, given - done)) for done in range(0, given, self.chunk)]
         tokens = self.decode_pages * self.page_size
-        step = self.decode_time.step(self.decode_batch) + self.decode_time.context * tokens
+        step = self.engine.decode_step(self.decode_time, self.decode_batch) + self.decode_time.context * tokens
         passing = self.prefill.pp * sum(self.prefill_seconds([chunk]) for chunk in chunks)
         return passing + wanted * step
 
     def prefill_seconds(self, pieces: Sequence[tuple[int, int]]) -> float:
         """Return the seconds of a forward over *pieces* and of its gathers, with nothing in their way."""
         return self.prefill_time.prefill(pieces) + self.gather_seconds(sum(new for _, new in pieces))
+
+    def drafted_again(self, tokens: int) -> float:
+        """Return the seconds in which decode computes the drafter's KV of a prompt of *tokens*; 0 if it comes."""
+        engine = self.engine
+        if engine.draft_kv == "transferred" or not engine.draft_layers:
+            return 0.0
+        return self.decode_time.prefill([(0, tokens)]) * engine.draft_layers / self.shape.layers
 
     def gather_seconds(self, tokens: int) -> float:
         """Return how long context-parallel ranks gather the KV of *tokens* with nothing in their way."""

@@ -138,8 +138,8 @@ def prefill_iterations(job: Deployment, prompts: Iterable[int]) -> Iterator[floa
 class _Decoding:
     """What requests ask of decode, summed over all steps of all of them."""
 
-    steps: int
-    tokens: int  # of context, read in all steps
+    steps: float
+    tokens: float  # of context, read in all steps
     pages: float  # held, in all steps
     before: float  # pages times seconds of prefill, for which they are held already
     held_up: float  # seconds that admissions keep the batch waiting
@@ -162,11 +162,14 @@ class _Decoding:
                 if prompt not in alone:
                     alone[prompt] = sum(prefill_iterations(job, [prompt]))
                 before += size * alone[prompt]
-        return cls(steps, tokens, pages, before, held_up)
+        each = engine.tokens_a_step
+        return cls(steps / each, tokens / each, pages / each, before, held_up)
 
     def step(self, job: Deployment, batch: int) -> float:
         host = job.engine.decode
-        base = iteration_seconds(job.decode_time.step(batch), host.launch, host.step, job.engine.overlap)
+        base = iteration_seconds(
+            job.engine.decode_step(job.decode_time, batch), host.launch, host.step, job.engine.overlap
+        )
         context = self.tokens / self.steps
         return base + max(job.decode_time.context_of(batch) * batch * context, job.decode_time.sequence * context)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+from pdsim.compute.forward import ForwardModel
 from pdsim.core.units import (
     Count,
     Frequency,
@@ -188,10 +189,31 @@ class ServingEngine:
     heartbeat: Annotated[Seconds, "> 0"] = 5.0  # between two of the reader's renewals of the lease
     variation: NotNegative = 0.0  # coefficient of variation of each host cost, gamma-distributed
     busy: Positive = 1.0  # times as long prefill's host costs are when another request came less than 0.25 s before
+    draft: NotNegativeInt = 0  # tokens that speculative decoding proposes a step, all verified in one forward
+    acceptance: Share = 0.0  # chance that a proposed token is accepted if those before it were
+    draft_share: NotNegative = 0.0  # time of proposing one token, of that of a decode step without context
+    draft_layers: NotNegativeInt = 0  # attention layers that the drafter keeps KV of
+    # that KV comes with the handoff, or decode computes it before the first token
+    draft_kv: Annotated[str, "one of transferred, recomputed"] = "transferred"
     prefill: HostCosts = field(default_factory=HostCosts)
     decode: HostCosts = field(default_factory=HostCosts)
     measured_on: tuple[str, ...] = ()  # the machines (`conf/hw`) that its *measured* numbers hold for
     sources: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def tokens_a_step(self) -> float:
+        """Mean tokens of a request's decode step: those of its drafts that are accepted, and one more.
+
+        >>> ServingEngine().tokens_a_step, ServingEngine(draft=3, acceptance=0.5).tokens_a_step
+        (1, 1.875)
+        """
+        return sum(self.acceptance**number for number in range(self.draft + 1)) if self.draft else 1
+
+    def decode_step(self, time: ForwardModel, batch: int) -> float:
+        """Return the seconds of a decode step of *batch* requests without their context, drafts included."""
+        if not self.draft:
+            return time.step(batch)
+        return time.step(batch * (1 + self.draft)) + self.draft * self.draft_share * time.step(batch)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,10 +26,11 @@ from pdsim.kv.pages import PagePool
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.policies import Running, Scheduler
 from pdsim.serving.requests import stream
-from pdsim.serving.settings import HostCosts
+from pdsim.serving.settings import HostCosts, ServingEngine
 
 BUSY = 0.25
 """Seconds for which a request keeps the host busy that has come to it (`ServingEngine.busy`)."""
+_ROUNDING = 1e-9  # tokens
 _DRAWS = 1024  # of steps, at a time
 _AHEAD = 64  # of other costs
 
@@ -179,8 +180,8 @@ class DecodeSpan:
     start: float  # seconds
     base: float  # seconds of a step without context
     cost: float  # seconds a token of context
-    batch: int
-    context: int  # tokens read by the first step
+    batch: float  # tokens that its requests get a step, and that the next step reads, too
+    context: float  # tokens read by the first step
     variation: StepVariation | None = None
     step: int = 0  # number of the first, for *variation*
     before: float = 0.0  # the sum of the deviations of all steps before that
@@ -213,21 +214,42 @@ class Member(NamedTuple):
 
     number: int
     context: int  # tokens that its next step reads, the one included that it stores
-    left: int  # steps that it still takes
+    left: int  # tokens that it still gets
 
 
-def steps_that_fit(contexts: Sequence[int], page_size: int, pages: int, most: int) -> int:
+class Drafts:
+    """The steps of speculative decoding (`ServingEngine.draft`), drawn for each request of an instance *name*."""
+
+    def __init__(self, engine: ServingEngine, seed: int, name: str) -> None:
+        self.engine = engine
+        self._random = stream(seed, f"{name}.drafts")
+
+    def steps(self, tokens: int) -> int:
+        """Return the steps after which a request has so many *tokens* more."""
+        most, acceptance = 1 + self.engine.draft, self.engine.acceptance
+        if acceptance == 1.0:
+            return -(-tokens // most)
+        gained = np.minimum(self._random.geometric(1.0 - acceptance, tokens), most)
+        return int(np.searchsorted(np.cumsum(gained), tokens)) + 1
+
+
+def drafts(job: Deployment, name: str) -> Drafts | None:
+    """Return the `Drafts` of the instance *name*; None without speculative decoding."""
+    return Drafts(job.engine, job.seed, name) if job.engine.draft else None
+
+
+def steps_that_fit(contexts: Sequence[int], page_size: int, pages: int, most: int, growth: int = 1) -> int:
     """Return how many steps, at most *most*, some requests can take within so many *pages*.
 
-    The next step of each reads one of *contexts*; it reads one token more with every step, and stores it.  Here
-    contexts of 5 and 8 tokens still fit into two pages each, 6 and 9 do not:
+    The next step of each reads one of *contexts*; it reads *growth* tokens more with every step, and stores them.
+    Here contexts of 5 and 8 tokens still fit into two pages each, 6 and 9 do not:
 
     >>> steps_that_fit([4, 7], page_size=4, pages=4, most=10)
     2
     """
 
     def need(steps: int) -> int:
-        ahead = steps - 1 + page_size - 1
+        ahead = (steps - 1) * growth + page_size - 1
         return sum([(tokens + ahead) // page_size for tokens in contexts])
 
     if need(most) <= pages:
@@ -244,7 +266,8 @@ class RunningBatch:
 
     Members change between steps only: `advance` to such a boundary, take out and put in, then `begin` or
     `begin_mixed` the next step.  A host of *costs* adds its own to each step and, with *overlap*, only what exceeds
-    the forward without context.  A step with prompts takes *launch* seconds at least.
+    the forward without context.  A step with prompts takes *launch* seconds at least.  With *drafts* a request gets
+    several tokens a step: in each the mean of the steps that are drawn for it.
     """
 
     def __init__(
@@ -255,19 +278,23 @@ class RunningBatch:
         overlap: bool = False,
         variation: StepVariation | None = None,
         launch: float = 0.0,
+        drafts: Drafts | None = None,
     ) -> None:
         self.limit = limit
+        self._drafts = drafts
         self._launch = launch
         self._time = time
         self._host = costs or HostCosts()
         self._overlap = overlap
         self._variation = variation
-        self._base = cache(lambda batch: self._iteration(time.step(batch)))  # of the batches that there are
+        step = time.step if drafts is None else partial(drafts.engine.decode_step, time)
+        self._base = cache(lambda batch: self._iteration(step(batch)))  # of the batches that there are
         self._cost = cache(time.context_of)
         self._sequence = time.sequence
-        # a heap: step after which it is done, number, tokens at the end
-        self._members: list[tuple[int, int, int]] = []
-        self._context = 0  # tokens that the next step reads
+        # a heap: step after which it is done, number, tokens at the end, tokens a step
+        self._members: list[tuple[int, int, int, float]] = []
+        self._context: float = 0  # tokens that the next step reads
+        self._growth: float = 0  # tokens that all get a step
         self._step = 0  # steps since the start
         self._span: DecodeSpan | None = None  # since `begin`
         self._idle_since = 0.0
@@ -276,13 +303,16 @@ class RunningBatch:
         return len(self._members)
 
     def __iter__(self) -> Iterator[Member]:
-        for end, number, tokens in sorted(self._members, key=lambda member: member[1]):
-            yield Member(number, tokens - (end - self._step), end - self._step)
+        for end, number, tokens, growth in sorted(self._members, key=lambda member: member[1]):
+            left = math.ceil((end - self._step) * growth - _ROUNDING)
+            yield Member(number, tokens - left, left)
 
     def contexts(self) -> list[tuple[int, int]]:
         """Return number and context of all members, in no order."""
+        if self._drafts is not None:
+            return [(number, context) for number, context, _ in self]
         step = self._step
-        return [(number, tokens - (end - step)) for end, number, tokens in self._members]
+        return [(number, tokens - (end - step)) for end, number, tokens, _ in self._members]
 
     def least(self) -> int:
         """Return the fewest steps that any member still takes.  Raise an `IndexError` if there is none."""
@@ -315,19 +345,23 @@ class RunningBatch:
         if self._span is not None:
             steps = self._span.steps_until(due)
             self._step += steps
-            self._context += steps * len(self._members)
+            self._context += steps * self._growth
 
     def finished(self) -> Iterator[int]:
         """Take those out that have all their tokens, and yield their numbers."""
         while self._members and self._members[0][0] <= self._step:
-            _, number, tokens = heapq.heappop(self._members)
+            _, number, tokens, growth = heapq.heappop(self._members)
             self._context -= tokens
+            self._growth -= growth
             yield number
 
-    def join(self, number: int, context: int, steps: int) -> None:
-        """Add a request of so many *steps*; its first one reads *context* tokens."""
-        heapq.heappush(self._members, (self._step + steps, number, context + steps))
+    def join(self, number: int, context: int, tokens: int) -> None:
+        """Add a request that gets so many *tokens*, one a step without drafts; its first step reads *context*."""
+        steps = tokens if self._drafts is None else self._drafts.steps(tokens)
+        growth = 1 if steps == tokens else tokens / steps
+        heapq.heappush(self._members, (self._step + steps, number, context + tokens, growth))
         self._context += context
+        self._growth += growth
 
     def take(self, number: int) -> Member:
         """Take *number* out."""
@@ -338,11 +372,12 @@ class RunningBatch:
     def leave(self, left: Callable[[int], bool]) -> list[int]:
         """Take those out whose numbers *left* says have left; return them."""
         gone = [member for member in self._members if left(member[1])]
-        for end, _, tokens in gone:
-            self._context -= tokens - (end - self._step)
+        for end, _, tokens, growth in gone:
+            self._context -= tokens - (end - self._step) * growth
+            self._growth -= growth
         self._members = [member for member in self._members if member not in gone]
         heapq.heapify(self._members)
-        return [number for _, number, _ in gone]
+        return [number for _, number, *_ in gone]
 
     def begin(self, now: float, most: float = math.inf) -> float:
         """Begin the next step; return when the first member is done, or *most* steps are; infinity without one."""
@@ -357,7 +392,7 @@ class RunningBatch:
 
     def begin_mixed(self, now: float, pieces: Sequence[tuple[int, int]]) -> float:
         """Begin one step that also computes *pieces* of prompts (context, new tokens); return when it ends."""
-        batch = len(self._members)
+        batch = len(self._members) * (1 if self._drafts is None else 1 + self._drafts.engine.draft)
         self._span = self._spanned(now, self.alone([*pieces, (0, batch)] if batch else pieces))
         return self._span.end(1)
 
@@ -389,14 +424,14 @@ class RunningBatch:
     def _spanned(self, start: float, base: float) -> DecodeSpan:
         # Attention reads the context of all, or waits for the longest alone: which of both is known when members
         # change.
-        batch, context = len(self._members), self._context
-        cost = self._cost(batch)
+        growth, context = self._growth, self._context
+        cost = self._cost(len(self._members))
         if self._sequence:
-            longest = max((tokens - (end - self._step) for end, _, tokens in self._members), default=0)
+            longest = max((tokens - (end - self._step) * each for end, _, tokens, each in self._members), default=0)
             if self._sequence * longest > cost * context:
-                cost, batch, context = self._sequence, 1, longest
+                cost, growth, context = self._sequence, growth / len(self._members), longest
         before = self._variation.until(self._step) if self._variation is not None else 0.0
-        return DecodeSpan(start, base, cost, batch, context, self._variation, self._step, before)
+        return DecodeSpan(start, base, cost, growth, context, self._variation, self._step, before)
 
     def _iteration(self, forward: float) -> float:
         return iteration_seconds(forward, self._host.launch, self._host.step, self._overlap)
@@ -465,5 +500,6 @@ class GrowingMemory:
         block = self._pool.block
         pages = (self._pool.free + sum([count(number) for number, _ in members])) // block
         contexts = [tokens for _, tokens in members]
-        fit = steps_that_fit(contexts, self._job.page_size * block, pages, most)
+        growth = 1 + self._job.engine.draft
+        fit = steps_that_fit(contexts, self._job.page_size * block, pages, most, growth)
         return math.inf if fit == most else fit

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from experiments.serve import ServeOptions, job, specs
+from pdsim.cli.main import main
 from pdsim.kv.policy import Policy
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.requests import STAMPS
 from pdsim.serving.settings import HostCosts, SchedulerLimits, ServingEngine
+from pdsim.serving.steps import Drafts
 from pdsim.serving.workload import Request
 from pdsim.sim.model import Model
 from tests.support.composed import composed
@@ -183,6 +185,58 @@ def test_one_seed_gives_one_run_and_another_gives_another(engine: ServingEngine)
     requests = [Request(0.01 * number, 100, 20) for number in range(20)]
     first, again, other = (run(replace(engine, variation=0.3), requests, seed=seed).rows for seed in (0, 0, 1))
     assert first == again != other
+
+
+DRAFTS = {"draft": 3, "acceptance": 1.0, "draft_share": 0.1}
+
+
+@pytest.mark.parametrize(("acceptance", "growth", "steps"), [(1.0, 4, 5), (1e-12, 1, 20)])
+def test_a_drafted_step_verifies_all_its_proposals_at_once(acceptance: float, growth: int, steps: int):
+    engine = replace(SGLANG, **(DRAFTS | {"acceptance": acceptance}))
+    what, _, (row,) = run(engine, [Request(0.0, 100, 21)])
+    time = what.decode_time
+    step = max(time.step(4) + 3 * 0.1 * time.step(1), 0.0007)
+    context = sum(101 + growth * number for number in range(steps))
+    ended = row["finished"] - row["first"]
+    assert ended == close(steps * step + context * time.context)
+
+
+def test_accepted_drafts_follow_the_published_mean():
+    engine = ServingEngine(draft=4, acceptance=0.7)
+    mean = (1 - 0.7**5) / (1 - 0.7)  # Leviathan, Kalman and Matias, 2023, equation 1
+    assert engine.tokens_a_step == pytest.approx(mean)
+    assert 100_000 / Drafts(engine, 0, "decode0").steps(100_000) == pytest.approx(mean, rel=0.01)
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "retract"])
+def test_drafted_requests_that_lack_pages_get_all_their_tokens(preemption: str):
+    engine = replace(VLLM, draft=3, acceptance=0.6, preemption=preemption)
+    kv = replace(configured().kv, pool=3 << 15)  # 24 pages of 16 tokens
+    requests = [Request(0.001 * number, 60, 120) for number in range(6)]
+    _, outcome, _ = run(engine, requests, kv=kv, memory="tracked")
+    assert outcome.ranks["decode0.0"].value["preemptions"] > 0
+
+
+@pytest.mark.parametrize("words", ["engine=vllm", "engine=sglang", "engine=vllm experiment.deployment=colocated"])
+def test_drafted_runs_keep_the_laws_of_simulation(words: str, tmp_path, capsys):
+    drafts = "engine.draft=3 engine.acceptance=0.7 engine.draft_share=0.05 engine.draft_layers=1 checks=on -v"
+    size = "hw=8xh20 workload=smoke workload.rate=50 workload.count=20 scheduler.decode_batch=8"
+    assert main(["run", *f"{words} {drafts} {size}".split(), f"output={tmp_path}"]) == 0
+    assert "checks=on: 0 violations" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("handoff", ["pull", "push"])
+def test_a_drafters_kv_is_moved_or_computed_again(handoff: str):
+    moved = []
+    for kv in ("transferred", "recomputed"):
+        engine = replace(VLLM, handoff=handoff, recompute=0, **DRAFTS, draft_layers=1, draft_kv=kv)
+        what, outcome, (row,) = run(engine, [Request(0.0, 100, 5)], policy=Policy(metadata="batch"))
+        records = outcome.ranks["decode0.0" if handoff == "pull" else "prefill0.0"].transfers
+        again = what.decode_time.prefill([(0, 100)]) / LAYERS if kv == "recomputed" else 0.0
+        assert row["first"] == close(row["polled"] + 0.0006 + again + 0.0008)
+        moved.append(sum(record.nbytes for record in records))
+    page = 16 * job(configured(), ServeOptions()).shape.token_bytes(1)
+    assert moved[0] - moved[1] == 7 * page / LAYERS
 
 
 def stepped(what: Deployment, rows: list[dict[str, Any]], requests: list[Request]) -> list[float]:
