@@ -181,13 +181,14 @@ def _nccl(text: str) -> Rows:
 
 
 def _vllm(text: str) -> Rows:
-    # A line has the means of some seconds, of reads of blocks of one size.  Its MB is 2**20 bytes.
+    # A line has the means of some seconds, of reads of blocks of one size.  Its MB is 2**20 bytes.  Some releases
+    # count no descriptors: each transfer is taken as one.
     rule = (
         r"Avg xfer time \(ms\)=([\d.]+)(?:.*?Avg post time \(ms\)=([\d.]+))?"
-        r".*?Avg MB per transfer=([\d.]+).*?Avg number of descriptors=([\d.]+)"
+        r".*?Avg MB per transfer=([\d.]+)(?:.*?Avg number of descriptors=([\d.]+))?"
     )
     for time, post, size, descriptors in re.findall(rule, text):
-        yield from _read(float(time) * 1e-3, float(post or 0) * 1e-3, float(size) * 2**20, float(descriptors))
+        yield from _read(float(time) * 1e-3, float(post or 0) * 1e-3, float(size) * 2**20, float(descriptors or 1))
 
 
 def _vllm_metrics(text: str) -> Rows:

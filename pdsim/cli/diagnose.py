@@ -48,15 +48,21 @@ def diagnose(words: Sequence[str]) -> int:
     if at not in ("intra", "inter"):
         raise ConfigError(f"--path {at}: must be intra or inter")
     model, line = _expected(config, at)
+    hw, tcp = config.hw, _over_tcp(config, overrides, asked, at)
+    if (threads := samples[0].concurrency) > 1:  # each posts its own, and all share the links
+        model, line = _of_threads(model, threads), line / threads
+        tcp = tcp and _of_threads(tcp, threads)
+        hw = replace(hw, host=replace(hw.host, tcp_rate=hw.host.tcp_rate / threads))
     timings = diagnosis.timings(samples, model, line)
-    ranked = diagnosis.explanations(samples, model, config.hw, line, _over_tcp(config, overrides, asked, at))
+    ranked = diagnosis.explanations(samples, model, hw, line, tcp)
     if "--json" in asked:
         about = {"backend": config.backend.name, "hw": config.hw.name, "path": at}
         terminal.show_lines(
             dumps(about | {"transfers": list(map(asdict, timings)), "causes": list(map(asdict, ranked))})
         )
         return 0
-    terminal.show_lines(f"{config.backend.name} on {config.hw.name}, {at}: measured beside the model")
+    shared = f", {threads} threads that share the links" if threads > 1 else ""
+    terminal.show_lines(f"{config.backend.name} on {config.hw.name}, {at}: measured beside the model{shared}")
     terminal.show_table(_timings(timings), definitions=False)
     terminal.show_lines(*_verdict(ranked))
     terminal.show_table(_causes(ranked), definitions=False)
@@ -82,7 +88,15 @@ def _measured(source: str, overrides: Sequence[str], asked: Mapping[str, Any]) -
         return _alone(samples, source), config
     else:
         samples = list(importers.read(path, tool).rows)
+        if pairs := [one for one in samples if one.pattern == "pair" and one.flows == 1]:
+            threads = min(one.concurrency for one in pairs)
+            samples = [one for one in pairs if one.concurrency == threads]
+            return samples, _composed([*overrides, "experiment=transfer"], asked)
     return _alone(samples, source), _composed([*overrides, "experiment=transfer"], asked)
+
+
+def _of_threads(model: EngineModel, threads: int) -> EngineModel:
+    return replace(model, queue_rate=model.queue_rate / threads)
 
 
 def _composed(words: list[str], asked: Mapping[str, Any]) -> Config:
@@ -93,6 +107,8 @@ def _expected(config: Config, at: str) -> tuple[EngineModel, Rate]:
     # the engine's model, and the rate of its links; between nodes TCP takes the link of known rate, if there is one
     model, link = base_of(config.backend, at), config.hw.link
     line = link_of(config.hw, model.path)[1]
+    if model.path == "rdma":
+        return model.on_rails(config.hw.nic.rails), line * config.hw.nic.rails
     if link is None or (model.path, at) != ("tcp", "inter"):
         return model, line
     return replace(model, latency=model.latency + 2 * link.delay), min(line, link.forward(0))
