@@ -24,8 +24,8 @@ TOLERANCE = 0.25
 on hosts that nothing was fitted to, 13 %."""
 _FACTORS = [2.0 ** (step / 40) for step in range(401)]  # 1 to 1024 in steps of 1.7 %
 _ALIKE = 0.05  # the samples do not tell apart what leaves so little more unexplained
-# times a factor: how surprising a cause is; a fallback is no more likely than a wire four times slower, and no log of
-# vLLM here has a transfer of fewer than 72 descriptors
+# times a factor, how surprising a cause is: a fallback as much as a wire four times slower (assumed); logs of vLLM
+# have 72 descriptors in a transfer or more
 _SURPRISE = {"over TCP": 4.0, "late completions": 2.0, "more descriptors": 1 / 72}
 
 Change = Callable[[float], tuple[EngineModel, Rate, float]]
@@ -109,12 +109,12 @@ def explanations(
     found = [replace(one, alike=one.unexplained < least + _ALIKE) for one in found]
     expected = found[0].unexplained <= TOLERANCE
 
-    def rank(one: Explanation) -> tuple[bool, bool, float]:
+    def rank(one: Explanation) -> tuple[bool, bool, int, float]:
         change = one.factor
         if one.cause == "late completions":  # of the whole time, as the others
             change = 1.0 / max(1.0 - (one.factor - 1.0) / (_FACTORS[-1] - 1.0), 1.0 / _FACTORS[-1])
-        by = change * _SURPRISE.get(one.cause, 1.0) if one.alike else one.unexplained
-        return one.cause != EXPECTED or not expected, not one.alike, by
+        doublings = round(np.log2(change * _SURPRISE.get(one.cause, 1.0))) if one.alike else 0
+        return one.cause != EXPECTED or not expected, not one.alike, doublings, one.unexplained
 
     return sorted(found, key=rank)
 
@@ -149,5 +149,6 @@ def _of_wire(factor: float, hw: Machine, path: str) -> str:
         known[float(hw.nic.count)] = f"all ranks on one card of {hw.nic.count}"
     near = [what for times, what in known.items() if abs(factor / times - 1.0) < 0.15]
     return (
-        f"{'; or '.join(near) or f'about {factor:.1f} transfers share a card'}: check device names, GID, GPUDirect"
+        f"{'; or '.join(near) or f'about {factor:.1f} transfers share a card'}: check device names, GID, GPUDirect, "
+        "relaxed ordering"
     )

@@ -64,7 +64,7 @@ def diagnose(words: Sequence[str]) -> int:
     shared = f", {threads} threads that share the links" if threads > 1 else ""
     terminal.show_lines(f"{config.backend.name} on {config.hw.name}, {at}: measured beside the model{shared}")
     terminal.show_table(_timings(timings), definitions=False)
-    terminal.show_lines(*_verdict(ranked))
+    terminal.show_lines(*_verdict(ranked, max(one.sample.seconds / one.expected for one in timings)))
     terminal.show_table(_causes(ranked), definitions=False)
     if fewer := _fewer(timings, model, line):
         terminal.show_lines(fewer)
@@ -163,8 +163,10 @@ def _timings(timings: Sequence[Timing]) -> Table:
     return Table("Transfers", dict.fromkeys(heads, ""), rows)
 
 
-def _verdict(ranked: Sequence[Explanation]) -> list[str]:
+def _verdict(ranked: Sequence[Explanation], slowest: float) -> list[str]:
     first, *others = ranked
+    if slowest < 1.0 and first.unexplained > TOLERANCE:
+        return [f"nothing is slow: every transfer is faster than the model, {1 / slowest:.2g} times or more"]
     alike = [one.cause for one in others if one.alike]
     if first.cause == EXPECTED and first.unexplained <= TOLERANCE:
         return [f"transfers are as expected, {first.unexplained:.0%} off in the mean"]

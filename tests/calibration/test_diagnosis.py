@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import threading
 from dataclasses import replace
@@ -14,6 +15,7 @@ from pdsim.calibration.diagnosis import EXPECTED, Explanation, explanations, tim
 from pdsim.calibration.samples import Sample
 from pdsim.cli.main import main
 from pdsim.config.compose import compose
+from pdsim.core import repository
 from pdsim.hardware.costs import EngineModel
 
 HW = compose(["hw=2x8xh100", "backend=nixl"]).hw
@@ -114,6 +116,33 @@ def test_public_line_is_as_expected_and_posting_decides(tmp_path: Path, capsys: 
     out = capsys.readouterr().out
     assert "transfers are as expected, 8% off in the mean" in out
     assert "posting of 40064 descriptors decides: with blocks four times as large a transfer takes 38.6 ms" in out
+
+
+LINES = repository.data("benchmarks", "public_transfers.csv").read_text().splitlines()
+PUBLIC_ROWS = list(csv.DictReader(line for line in LINES if not line.startswith("#")))
+
+
+@pytest.mark.parametrize("row", PUBLIC_ROWS, ids=[row["thread"] for row in PUBLIC_ROWS])
+def test_public_threads_are_diagnosed_as_recorded(
+    row: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    names = ("blocks", "size", "concurrency", "operation", "seconds", "posting")
+    file = tmp_path / "transfers.csv"
+    file.write_text(f"pattern,{','.join(names)}\npair,{','.join(row[name] for name in names)}\n")
+    assert main(["diagnose", str(file), *row["words"].split()]) == 0
+    out = capsys.readouterr().out
+    if row["predicted"] == "posting":
+        assert f"posting of {row['blocks']} descriptors decides" in out
+    else:
+        assert f"likely: {row['predicted']}" in out
+    assert ("threads that share the links" in out) == (row["concurrency"] != "1")
+
+
+def test_log_without_descriptor_counts_and_faster_ones_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    log = tmp_path / "decode.log"
+    log.write_text(PUBLIC.replace(", Avg number of descriptors=40064.0", "").replace("=173.794", "=0.2"))
+    assert main(["diagnose", str(log), "hw=8xh100", "backend=nixl_vllm"]) == 0
+    assert "nothing is slow: every transfer is faster than the model" in capsys.readouterr().out
 
 
 def test_metrics_of_a_server_are_read_from_its_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
