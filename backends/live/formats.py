@@ -8,9 +8,14 @@ SGLang's ``/generate``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
+
+MOST = 1 << 40
+"""The most that a number in an answer may be, in size: of a larger one no column of a table could be made."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 
 
 class StreamChunk(NamedTuple):
@@ -24,8 +29,8 @@ class StreamChunk(NamedTuple):
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
 
 
 class _Delta(msgspec.Struct):
@@ -94,7 +99,7 @@ class OpenAiCompletions:
             elif choice.text or (choice.delta and (choice.delta.content or choice.delta.reasoning_content)):
                 new += 1
             finish = choice.finish_reason or finish
-        total, reported = None, dict(completion.timings or {})
+        total, reported = None, _numbers(completion.timings or {})
         if completion.usage is not None:
             total = completion.usage.completion_tokens
             if completion.usage.prompt_tokens is not None:
@@ -130,12 +135,17 @@ class SglangGenerate:
         if generated.error:
             return StreamChunk(0, error=reason(generated.error))
         about = generated.meta_info
+        total = msgspec.convert(about.get("completion_tokens"), Count | None)
         finish = about.get("finish_reason")
         if isinstance(finish, Mapping) and finish.get("type") == "abort":
-            return StreamChunk(0, about.get("completion_tokens"), "abort", error=reason(finish))
-        reported = {name: value for name, value in about.items() if isinstance(value, int | float)} if finish else {}
+            return StreamChunk(0, total, "abort", error=reason(finish))
+        reported = _numbers(about) if finish else {}
         kind = finish.get("type", "") if isinstance(finish, Mapping) else finish or ""
-        return StreamChunk(0, about.get("completion_tokens"), str(kind), reported)
+        return StreamChunk(0, total, str(kind), reported)
+
+
+def _numbers(about: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in about.items() if isinstance(value, int | float) and abs(value) <= MOST}
 
 
 Format = OpenAiCompletions | SglangGenerate

@@ -13,6 +13,12 @@ import msgspec
 
 from backends.live.formats import reason
 
+UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+"""What the decoding of a stranger's JSON raises."""
+
+MOST = 1 << 24
+"""Bytes of an answer, of a page of metrics or of an error that are read."""
+
 
 class RequestFailed(Exception):
     """A request that ended without all its tokens; the message is its status."""
@@ -55,8 +61,18 @@ async def answer(opened: Any, server: LiveServer, path: str, body: bytes, name: 
     ``HTTP 503: ...`` or ``Refused: ...``.
     """
     async with _post(opened, server, path, body, name) as response:
-        data: bytes = await response.read()
-        return data
+        return await body_of(response)
+
+
+async def body_of(response: Any) -> bytes:
+    """Return the body of *response*.  Raise a `ValueError` if it has more than `MOST` bytes."""
+    parts, size = [], 0
+    async for part in response.content.iter_any():
+        parts.append(part)
+        size += len(part)
+        if size > MOST:
+            raise ValueError(f"a body of more than {MOST >> 20} MiB")
+    return b"".join(parts)
 
 
 async def events(
@@ -80,21 +96,22 @@ async def events(
 @asynccontextmanager
 async def _post(opened: Any, server: LiveServer, path: str, body: bytes, name: str) -> AsyncIterator[Any]:
     import aiohttp
+    from aiohttp.http_exceptions import HttpProcessingError  # of a line that is too long, no ClientError
 
     headers = {"X-Request-Id": name} if name else None
     try:
         async with opened.post(server.url + path, data=body, headers=headers) as response:
             if response.status != 200:
-                data = await response.read()
+                data = await body_of(response)
                 try:
                     said = msgspec.json.decode(data)
-                except (msgspec.MsgspecError, ValueError):
+                except UNREADABLE:
                     said = data.decode(errors="replace")
                 because = reason(said) or "without a reason"
                 raise RequestFailed(f"HTTP {response.status}: {server.name}: {because}")
             yield response
-    except (aiohttp.ClientError, ConnectionError, OSError, ValueError) as error:
-        text = f"{type(error).__name__}: {error}".rstrip(": ")
+    except (aiohttp.ClientError, HttpProcessingError, ConnectionError, OSError, ValueError) as error:
+        text = f"{type(error).__name__}: {str(error)[:200]}".rstrip(": ")
         if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
             raise RequestFailed(f"Refused: {server.name} cannot be reached: {text}") from error
         if isinstance(error, TimeoutError):

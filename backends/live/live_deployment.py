@@ -24,7 +24,7 @@ import msgspec
 
 from backends.live import model_folder
 from backends.live.commands import MODULES, gpus_needed, launches, refusals
-from backends.live.http import LiveServer, session
+from backends.live.http import UNREADABLE, LiveServer, body_of, session
 from backends.live.metrics import MetricSample, Page
 from backends.live.routes import Direct, RequestRoute, RequestRow, SglangPair, VllmPair
 from pdsim.config import Config
@@ -269,9 +269,9 @@ async def _json(opened: Any, server: LiveServer, path: str, *, required: bool = 
     try:
         async with asyncio.timeout(30.0), opened.get(server.url + path) as response:
             if response.status == 200:
-                return await response.json(content_type=None)
+                return msgspec.json.decode(await body_of(response))
             status = f"HTTP {response.status}"
-    except ValueError as error:
+    except UNREADABLE as error:
         status = f"no JSON: {error}"
     except (aiohttp.ClientError, OSError) as error:
         raise BackendUnavailable(

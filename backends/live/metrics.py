@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from backends.live.http import LiveServer
+from backends.live.http import LiveServer, body_of
 
 _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
 _BOUND = re.compile(r'(?:^|,)le="([^"]*)"')
@@ -166,7 +166,7 @@ class Sampler:
             async with asyncio.timeout(5.0), self._session.get(f"{server.url}/metrics") as response:
                 if response.status != 200:
                     return
-                page = parse(await response.text())
+                page = parse((await body_of(response)).decode(errors="replace"))
         except (aiohttp.ClientError, OSError, ValueError):  # TimeoutError is an OSError
             return
         before = self.last.get(server.name, Page()).counters

@@ -21,7 +21,7 @@ from uuid import uuid4
 import msgspec
 
 from backends.live.formats import Format, StreamChunk, reason
-from backends.live.http import LiveServer, RequestFailed, answer, events
+from backends.live.http import UNREADABLE, LiveServer, RequestFailed, answer, events
 from pdsim.serving.workload import Request
 
 
@@ -67,7 +67,7 @@ class RequestRoute(ABC):
     def _chunk(self, server: LiveServer, data: bytes) -> StreamChunk:
         try:
             return self.form.chunk(data)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise _malformed(server, data, error) from None
 
     async def _stream(
@@ -181,7 +181,7 @@ class VllmPair(RequestRoute):
 def _params(server: LiveServer, data: bytes) -> dict[str, Any]:
     try:
         answered = msgspec.json.decode(data, type=_Answer)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except UNREADABLE as error:
         raise _malformed(server, data, error) from None
     if answered.error:
         raise RequestFailed(f"Error: {server.name}: {reason(answered.error)}")
