@@ -476,6 +476,9 @@ class Peers(Generic[Connected]):
     They are those of *parts*: by index, what this rank exchanges with each.  *made* is called for each rank that is
     connected, and what it returns is kept.  An instance registers with the first room that needs it, so what is to
     move may be there before (`wait`).
+
+    With *prepare*, seconds for each page and plane of a peer's pool, what moves first waits for the descriptor lists
+    of the instance, which are made from then on.
     """
 
     def __init__(
@@ -491,6 +494,8 @@ class Peers(Generic[Connected]):
         self._made = made
         self._peers: dict[str, dict[int, Connected]] = {}  # by incarnation, then rank index
         self._waiting: dict[str, list[tuple[int, Callable[[], None]]]] = {}  # by incarnation, in order; with rooms
+        self.prepare = 0.0
+        self._lists: dict[str, int] = {}  # by incarnation: descriptors that are not prepared
 
     def __contains__(self, incarnation: str) -> bool:
         """Return whether rooms of *incarnation* may be moved."""
@@ -512,6 +517,7 @@ class Peers(Generic[Connected]):
     def drop(self, incarnation: str) -> None:
         """Forget the ranks of *incarnation*, which is over, and what waits for them: its rooms are aborted."""
         self._peers.pop(incarnation, None)
+        self._lists.pop(incarnation, None)
         self._waiting.pop(incarnation, None)
 
     def wait(self, incarnation: str, room: int, then: Callable[[], None]) -> None:
@@ -520,6 +526,8 @@ class Peers(Generic[Connected]):
         It is never called if *incarnation* is dropped, or *room* given up, before.
         """
         self._waiting.setdefault(incarnation, []).append((room, then))
+        if self._lists.get(incarnation):
+            self._go_on(incarnation)
 
     def give_up(self, room: int) -> None:
         """Forget what waits for *room*; what comes of one after its incarnation was dropped would wait for ever."""
@@ -530,14 +538,15 @@ class Peers(Generic[Connected]):
 
     def connected(self, incarnation: str) -> bool:
         """Return whether all ranks of *incarnation* that are needed are connected, and nothing waits for that."""
-        return self._has_all(incarnation) and incarnation not in self._waiting
+        return self._has_all(incarnation) and not (incarnation in self._waiting or self._lists.get(incarnation))
 
     def _has_all(self, incarnation: str) -> bool:
         return incarnation in self._peers and len(self._peers[incarnation]) == len(self._parts)
 
     def _go_on(self, incarnation: str) -> None:
         if self._has_all(incarnation) and incarnation in self._waiting:
-            self._rank.clock.call_at(self._rank.clock.now, self._call_waiting, incarnation)
+            seconds = self.prepare * self._lists.pop(incarnation, 0)
+            self._rank.clock.call_at(self._rank.clock.now + seconds, self._call_waiting, incarnation)
 
     def _call_waiting(self, incarnation: str) -> None:
         for _, then in self._waiting.pop(incarnation, ()):
@@ -560,5 +569,8 @@ class Peers(Generic[Connected]):
         if part is None:
             raise MessageError(f"rank {message.index} of {message.instance} shares nothing with {self._rank.name}")
         peer = self._rank.endpoint.connect(message.address)
+        if self.prepare:
+            table = theirs.tables[0]
+            self._lists[message.instance] = self._lists.get(message.instance, 0) + table.rows * len(table.planes)
         self._peers.setdefault(message.instance, {})[message.index] = self._made(peer, message, part)
         self._go_on(message.instance)

@@ -514,6 +514,7 @@ class PeerConnector:
     def __init__(self, engine: EngineRank, peers: Peers[Any]) -> None:
         self._engine = engine
         self._peers = peers
+        peers.prepare = engine.job.engine.prepare
         self._early: dict[str, RegisterPool] = {}  # by sender: of incarnations that this rank is not to know yet
         engine.handlers[RegisterPool] = self._register
 

@@ -189,6 +189,9 @@ class ServingEngine:
     heartbeat: Annotated[Seconds, "> 0"] = 5.0  # between two of the reader's renewals of the lease
     variation: NotNegative = 0.0  # coefficient of variation of each host cost, gamma-distributed
     busy: Positive = 1.0  # times as long prefill's host costs are when another request came less than 0.25 s before
+    # at first contact of two ranks, for each page and plane of the other's pool: NIXL's list of descriptors; 0 of
+    # strided descriptors, or of servers that have met
+    prepare: Seconds = 0.0
     draft: NotNegativeInt = 0  # tokens that speculative decoding proposes a step, all verified in one forward
     acceptance: Share = 0.0  # chance that a proposed token is accepted if those before it were
     draft_share: NotNegative = 0.0  # time of proposing one token, of that of a decode step without context

@@ -187,6 +187,20 @@ def test_one_seed_gives_one_run_and_another_gives_another(engine: ServingEngine)
     assert first == again != other
 
 
+@pytest.mark.parametrize(("handoff", "poster"), [("pull", "decode0.0"), ("push", "prefill0.0")])
+def test_the_first_transfer_waits_for_its_descriptor_lists(handoff: str, poster: str):
+    posted = []
+    for prepare in (0.0, 1e-3):
+        engine = replace(VLLM, handoff=handoff, recompute=0, prepare=prepare)
+        requests = [Request(0.0, 100, 5), Request(10.0, 100, 5)]
+        what, outcome, _ = run(engine, requests, policy=Policy(metadata="batch"))
+        posted.append([record.submitted for record in outcome.ranks[poster].transfers])
+    layout = what.prefill_layout() if handoff == "pull" else what.decode_layout()
+    (first, later), (late, again) = posted
+    assert late - first == close(1e-3 * layout.pages * 2 * LAYERS)
+    assert again == close(later)  # the ranks have met
+
+
 DRAFTS = {"draft": 3, "acceptance": 1.0, "draft_share": 0.1}
 
 
