@@ -21,7 +21,7 @@ recipes: pdsim.recipes > kv models waist
 records: pdsim.results.(record|schema) > waist face
 calibration: pdsim.calibration > records compute models waist
 config: pdsim.config > calibration serving kv compute models waist
-composition: pdsim.config.(compose|rules) > registry live config serving kv compute calibration models waist
+composition: pdsim.config.(compose|pools|rules) > registry live config serving kv compute calibration models waist
 results: pdsim.results > records config calibration waist face
 validation: pdsim.validation > results records config calibration waist
 execution: pdsim.run > registry live sim verify composition results records config waist

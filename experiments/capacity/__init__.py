@@ -25,7 +25,7 @@ from experiments.parts import Parts
 from pdsim.config import Config, ExperimentOptions, canonical
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
-from pdsim.core.units import Frequency, PositiveInt
+from pdsim.core.units import Frequency, NotNegative, PositiveInt
 from pdsim.results.record import Result
 from pdsim.serving.requests import RequestTable
 from pdsim.serving.workload import draw
@@ -58,6 +58,9 @@ class CapacityOptions(ExperimentOptions):
     decode_tp: Annotated[tuple[PositiveInt, ...], "non-empty"] = (1, 2, 4, 8)  # and of decode instances
     # of either side, in every combination that fits, and colocated engines
     instances: Annotated[tuple[PositiveInt, ...], "non-empty"] = (1, 2, 3, 4, 5, 6, 7, 8)
+    # other hw whose GPUs prefill may have, on nodes of its own: 8xb200; hw.nodes counts both kinds
+    prefill_hw: tuple[str, ...] = ()
+    prefill_prices: tuple[NotNegative, ...] = ()  # of a GPU of each of those for an hour, beside hw.price
     attainment: Annotated[float, "> 0 and < 1"] = 0.9  # share of requests that must meet the SLO
     requests: Annotated[int, ">= 100"] = 200  # of a probe
     finalists: PositiveInt = 3  # deployments that are simulated again, with more requests and half the tolerance
@@ -132,12 +135,19 @@ def run(config: Config, _: Target, progress: ShowProgress) -> Result:
     file of parts of another configuration.
     """
     options = CapacityOptions.of(config)
+    if options.prefill_prices and len(options.prefill_prices) != len(options.prefill_hw):
+        raise ConfigError(
+            f"experiment.prefill_prices has {len(options.prefill_prices)} prices for {len(options.prefill_hw)} of "
+            "experiment.prefill_hw; give one for each"
+        )
+    if config.hw.prefill:
+        raise ConfigError(f"hw.prefill={config.hw.prefill} is one deployment; name it in experiment.prefill_hw")
     if not config.hw.gpus:
         raise ConfigError(f"experiment=capacity needs GPUs, hw={config.hw.name} has none; take hw=8xh200")
     workload = replace(config.workload, load=0.0)
     most = max(options.requests, options.final_requests)
     drawn = draw(replace(workload, count=min(most, workload.count or most)), config.seed, config.model.context)
-    shapes = listed(options.prefill_tp, options.decode_tp, options.instances, options.deployment)
+    shapes = listed(options.prefill_tp, options.decode_tp, options.instances, options.deployment, options.prefill_hw)
     fitting, refused = plans(config, tuple(shapes), drawn.requests, options.attainment)
     if not fitting:
         raise ConfigError(
@@ -180,7 +190,10 @@ def chosen(config: Config, metrics: Mapping[str, float | int | None]) -> Config:
         raise ConfigError("the search found no deployment, so there is none to explain")
     count = max(options.requests, options.final_requests)
     count = min(count, config.workload.count or count)
-    own = configured(config, Shape(*(int(part or 0) for part in parts)), options.router)
+    kind = int(metrics.get("best_prefill_hw") or 0)
+    sizes = [int(part or 0) for part in parts]
+    shape = Shape(sizes[0], sizes[1], sizes[2], sizes[3], ("", *options.prefill_hw)[kind])
+    own = configured(config, shape, options.router)
     return replace(own, workload=replace(config.workload, count=count, load=load, scaling="time"))
 
 
@@ -262,8 +275,8 @@ def _finalists(entries: Iterable[Entry], settled: set[Shape], count: int) -> lis
     if not settled:
         some += [
             one
-            for kind in (False, True)
-            if (one := next((each for each in order if each.plan.shape.colocated == kind), None)) and one not in some
+            for kind in dict.fromkeys(each.plan.shape.kind for each in order)
+            if (one := next(each for each in order if each.plan.shape.kind == kind)) not in some
         ]
     return [each for each in some if each.plan.shape not in settled]
 
@@ -288,8 +301,11 @@ def _fewest(work: _Work, fitting: Sequence[Plan]) -> Found:
         hopeful += [each for each in others if each.probe.attainment + each.probe.half >= options.attainment]
         if hopeful:
             some = hopeful[: options.finalists]
-            kinds = {each.plan.shape.colocated for each in some}
-            some += [each for each in (*hopeful, *others) if each.plan.shape.colocated not in kinds][:1]
+            kinds = {each.plan.shape.kind for each in some}
+            for each in (*hopeful, *others):  # the best of each other kind
+                if each.plan.shape.kind not in kinds:
+                    some.append(each)
+                    kinds.add(each.plan.shape.kind)
             alike = _at_rate(work, [(each.plan, each.copies) for each in some], rate)
             sure, _ = _ranked(alike)
             if sure:

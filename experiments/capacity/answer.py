@@ -43,9 +43,16 @@ class Entry:
         """Return `rate` at another *load*."""
         return self.plan.full * load * self.copies
 
-    def cost(self, price: float | None) -> float | None:
-        """Return what a million output tokens cost at *price* for a GPU and hour; None without a price."""
-        return price / self.tokens / 3600 * 1e6 if price else None
+    def cost(self, prices: Mapping[str, float]) -> float | None:
+        """Return what a million output tokens cost at *prices* of a GPU for an hour, by `Shape.prefill_hw`.
+
+        None without the prices of both kinds; ``""`` is the machine's own.
+        """
+        prefill, own = prices.get(self.plan.shape.prefill_hw), prices.get("")
+        if prefill is None or own is None:
+            return None
+        share = self.plan.prefill_gpus / self.plan.gpus
+        return (share * prefill + (1 - share) * own) / self.tokens / 3600 * 1e6
 
     def __str__(self) -> str:
         return f"{self.plan.shape}{f', {self.copies} copies' if self.copies > 1 else ''}"
@@ -91,12 +98,15 @@ def metrics(found: Found, config: Config) -> list[Metric]:
     values: dict[str, float | int | None] = {}
     if best is not None:
         values |= {"rate": best.rate, "gpus": best.gpus, "load": best.probe.load, "tokens": best.tokens}
-        values["cost"] = best.cost(config.hw.price)
+        values["cost"] = best.cost(_prices(config))
     if near is not None:
         shape = near.plan.shape
         values |= {"attainment": near.probe.attainment, "near": near.probe.load, "copies": near.copies}
         values |= {"prefill_tp": shape.prefill_tp, "decode_tp": shape.decode_tp}
         values |= {"prefill": shape.prefill, "decode": shape.decode}
+        values["prefill_hw"] = ("", *getattr(config.experiment, "prefill_hw", ())).index(shape.prefill_hw)
+    kinds: Sequence[str] = getattr(config.experiment, "prefill_hw", ())
+    of_prefill = "GPUs of prefill: 0 are those of hw, n is the n-th of experiment.prefill_hw"
     return [
         Metric("deployments", len(found.fitting), "deployments that fit the machine"),
         Metric("deployments_skipped", len(found.refused), "of the lists, those that do not fit"),
@@ -115,7 +125,14 @@ def metrics(found: Found, config: Config) -> list[Metric]:
         Metric("best_decode_tp", values.get("decode_tp"), "and of its decode instances"),
         Metric("best_prefill_instances", values.get("prefill"), "prefill instances of a copy, or engines"),
         Metric("best_decode_instances", values.get("decode"), "decode instances of a copy; 0: colocated"),
+        *([Metric("best_prefill_hw", values.get("prefill_hw"), of_prefill)] if kinds else []),
     ]
+
+
+def _prices(config: Config) -> dict[str, float]:
+    own = {"": config.hw.price} if config.hw.price else {}
+    kinds, prices = (getattr(config.experiment, f"prefill_{name}", ()) for name in ("hw", "prices"))
+    return own | dict(zip(kinds, prices, strict=False))
 
 
 def _simulated(found: Found) -> int:
@@ -141,8 +158,8 @@ _COLUMNS: Columns[Entry] = {
 def tables(found: Found, config: Config) -> list[Table]:
     """Return the answer, the best at one rate, all that were simulated, the Pareto front, and what does not fit."""
     columns = dict(_COLUMNS)
-    if price := config.hw.price:
-        columns["cost"] = ("of a million output tokens, by hw.price", lambda one: one.cost(price))
+    if prices := _prices(config):
+        columns["cost"] = ("of a million output tokens, by hw.price", lambda one: one.cost(prices))
     entries = [*found.ranked, *found.failed]
     reasons = Counter(text.rpartition("; ")[0].split(": ", 1)[-1] or text for text in found.refused.values())
     rows = [
@@ -183,18 +200,21 @@ def _answer(found: Found, config: Config) -> Iterator[list[str]]:
         yield ["95 % interval", f"{low:.3g} to {high:.3g} requests/s"]
     yield ["attainment", f"{_attained(best)} at load {best.probe.load:.2f}"]
     yield ["latency", f"TTFT p90 {_time(best.probe.ttft)}, TPOT p90 {_time(best.probe.tpot)}"]
-    if price := config.hw.price:
-        yield ["cost", f"{best.cost(price):.3g} per million output tokens at hw.price={price:g} a GPU-hour"]
+    if (cost := best.cost(_prices(config))) is not None:
+        own = best.plan.shape.prefill_hw
+        beside = f" and {_prices(config)[own]:g} of {own}" if own else ""
+        yield ["cost", f"{cost:.3g} per million output tokens at hw.price={config.hw.price:g}{beside} a GPU-hour"]
     others = [one for one in found.alike if (one.plan.shape, one.copies) != (best.plan.shape, best.copies)]
     same = next((one for one in found.alike if one not in others), best)
     if others and not found.asked:
         yield ["at that rate", "of others, with the same requests:"]
-    for one in others[:3]:
+    shown = others[:3] + [one for one in others[3:] if one.plan.shape.kind != best.plan.shape.kind]
+    for one in shown:
         yield [f"on {one.gpus} GPUs", f"{one}: {_compared(same, one, found)}"]
     if len({plan.shape.colocated for plan in found.fitting}) == 1:
         return
     other = "disaggregated" if best.plan.shape.colocated else "colocated"
-    if not any(one.plan.shape.colocated != best.plan.shape.colocated for one in others[:3]):
+    if not any(one.plan.shape.colocated != best.plan.shape.colocated for one in shown):
         yield [other, _ruled_out(found, best, other)]
 
 

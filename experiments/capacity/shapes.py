@@ -33,6 +33,12 @@ class Shape:
     decode_tp: int
     prefill: int  # instances
     decode: int  # 0: the engines of prefill decode too
+    prefill_hw: str = ""  # whose GPUs prefill has, as `Machine.prefill`
+
+    @property
+    def kind(self) -> tuple[bool, str]:
+        """Return what deployments of different answers differ in: whether they are colocated, and prefill's GPUs."""
+        return self.colocated, self.prefill_hw
 
     @property
     def colocated(self) -> bool:
@@ -42,7 +48,8 @@ class Shape:
     def __str__(self) -> str:
         if self.colocated:
             return f"{self.prefill} colocated tp{self.prefill_tp}"
-        return f"{self.prefill}P tp{self.prefill_tp} : {self.decode}D tp{self.decode_tp}"
+        own = f" on {self.prefill_hw}" if self.prefill_hw else ""
+        return f"{self.prefill}P tp{self.prefill_tp}{own} : {self.decode}D tp{self.decode_tp}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +58,7 @@ class Plan:
 
     shape: Shape
     gpus: int  # of one copy
+    prefill_gpus: int = 0  # of them, of the kind of `Shape.prefill_hw`
     copies: int  # that the machine holds; none has a node in part that another has, unless both fit it
     full: float  # requests a second at which the busier side has a load of 1
     bound: float  # requests a second that no copy exceeds under the SLO: `full`, or fewer for TPOT; 0 if alone fails
@@ -79,10 +87,14 @@ def configured(config: Config, shape: Shape, router: str = "least_tokens") -> Co
         unequal = shape.prefill_tp != shape.decode_tp and config.model.attention != "mla"
         staging = config.kv.staging or (unequal and config.engine.handoff == "push")
         gpus, deployment = parallel.prefill.gpus + parallel.decode.gpus, "disaggregated"
+    each = config.hw.gpus
+    nodes = -(-gpus // each)
+    if shape.prefill_hw:
+        nodes = -(-parallel.prefill.gpus // each) - (-parallel.decode.gpus // each)
     return replace(
         config,
         experiment=ServeOptions(router=router, deployment=deployment),
-        hw=replace(config.hw, nodes=-(-gpus // config.hw.gpus)),
+        hw=replace(config.hw, nodes=nodes, prefill=shape.prefill_hw),
         parallel=parallel,
         kv=replace(config.kv, staging=staging),
     )
@@ -97,9 +109,10 @@ def plans(
     """
 
     @cache
-    def judged(prefill_tp: int, decode_tp: int, colocated: bool) -> tuple[OfferedLoad, float, float, float]:
+    def judged(prefill_tp: int, decode_tp: int, colocated: bool, hw: str) -> tuple[OfferedLoad, float, float, float]:
         # of one instance a side: its load, requests a second of decode for TPOT, and TTFT and TPOT of one alone
-        one = configured(config, Shape(prefill_tp, decode_tp, 1 + (colocated and prefill_tp == 1), not colocated))
+        engines = 1 + (colocated and prefill_tp == 1)
+        one = configured(config, Shape(prefill_tp, decode_tp, engines, int(not colocated), hw))
         assert isinstance(one.experiment, ServeOptions)
         what = job(one, one.experiment)
         check_fits(what, requests)
@@ -125,19 +138,36 @@ def plans(
             if shape.colocated
             else sum(side.gpus for side in (own.parallel.prefill, own.parallel.decode))
         )
-        if gpus > config.hw.nodes * config.hw.gpus:
+        if own.hw.nodes > config.hw.nodes or gpus > config.hw.nodes * config.hw.gpus:
             refused[shape] = f"{gpus} GPUs are more GPUs than the machine has"
             continue
         try:
             if problem := next(placement(own), ""):
                 raise ConfigError(problem)
-            offered, steps, ttft, tpot = judged(shape.prefill_tp, shape.decode_tp, shape.colocated)
+            offered, steps, ttft, tpot = judged(shape.prefill_tp, shape.decode_tp, shape.colocated, shape.prefill_hw)
         except (ConfigError, ValueError) as error:
             refused[shape] = str(error)
+            continue
+        if shape.prefill_hw:
+            parts = own.parallel.prefill.gpus, own.parallel.decode.gpus
+            copies = _mixed_copies(parts, config.hw.nodes, config.hw.gpus)
+            plan = _plan(config, shape, gpus, copies, offered, steps, ttft, tpot)
+            fitting.append(replace(plan, prefill_gpus=parts[0]))
             continue
         copies = _copies(gpus, config.hw.nodes, config.hw.gpus)
         fitting.append(_plan(config, shape, gpus, copies, offered, steps, ttft, tpot))
     return fitting, refused
+
+
+def _mixed_copies(parts: tuple[int, int], nodes: int, each: int) -> int:
+    # *parts* of a copy are on nodes of different kinds, of which there are *nodes* in all
+    def taken(copies: int) -> int:
+        return sum(
+            -(-copies // (each // gpus)) if gpus <= each else copies * -(-gpus // each)  # nodes of one kind
+            for gpus in parts
+        )
+
+    return max(copies for copies in range(1, nodes * each + 1) if copies == 1 or taken(copies) <= nodes)
 
 
 def _copies(gpus: int, nodes: int, each: int) -> int:
@@ -169,10 +199,18 @@ def _plan(
 
 
 def listed(
-    prefill_tp: Sequence[int], decode_tp: Sequence[int], instances: Sequence[int], deployment: str
+    prefill_tp: Sequence[int],
+    decode_tp: Sequence[int],
+    instances: Sequence[int],
+    deployment: str,
+    prefill_hw: Sequence[str] = (),
 ) -> Iterator[Shape]:
-    """Yield every shape of the lists; colocated engines have the parallelism and the number of prefill's."""
+    """Yield every shape of the lists; colocated engines have the parallelism and the number of prefill's.
+
+    Prefill has the GPUs of the machine or of one of *prefill_hw*.
+    """
     if deployment != "colocated":
-        yield from (Shape(*parts) for parts in product(prefill_tp, decode_tp, instances, instances))
+        kinds = "", *prefill_hw
+        yield from (Shape(*parts) for parts in product(prefill_tp, decode_tp, instances, instances, kinds))
     if deployment != "disaggregated":
         yield from (Shape(tp, tp, count, 0) for tp, count in product(prefill_tp, instances))

@@ -15,13 +15,15 @@ from typing import Annotated, Any, cast
 import numpy as np
 
 from experiments.serve import tables
-from pdsim.compute.forward import ForwardModel, forward
+from pdsim.compute.forward import forward
 from pdsim.compute.roofline import kv_shape
 from pdsim.config import Config, ExperimentOptions
+from pdsim.config.pools import prefill_pool
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
 from pdsim.core.units import NotNegativeInt, Seconds, format_size
+from pdsim.hardware.machine import Machine
 from pdsim.kv.contents import EVERY
 from pdsim.kv.layout import Grid, KvShape
 from pdsim.kv.messages import ROUTER, instance_of, rank_name
@@ -108,7 +110,16 @@ def run(config: Config, target: Any, progress: ShowProgress) -> Result:
     outcome = _run(config, what, requests, target)
     progress(1.0, "")
     served = result(config, what, requests, outcome, offered)
-    return replace(served, notes=[*load, *drawn.notes, *served.notes])
+    return replace(served, notes=[*load, *_pool_notes(config), *drawn.notes, *served.notes])
+
+
+def _pool_notes(config: Config) -> list[str]:
+    if not config.hw.prefill:
+        return []
+    hw, compute = prefill_pool(config)
+    name = hw.gpu.name if hw.gpu else ""
+    why = f": {compute.chosen}" if compute.chosen else ""
+    return [f"prefill computes on {name} (hw.prefill={config.hw.prefill}), compute={compute.name}{why}"]
 
 
 def _run(config: Config, what: Deployment, requests: RequestTable, target: Any) -> Outcome:
@@ -236,12 +247,15 @@ def _job(config: Config, options: ServeOptions) -> Deployment:
     size = min(own)
     kv, blocks = replace(config.kv, page_size=size), tuple(page // size for page in own)
 
-    def pool(side: Side, block: int, shape: KvShape = whole) -> int:
-        pages = pages_per_rank(side, config.model, shape, config.hw, kv, config.scheduler, ranks)
-        return max(1, pages // block) * block
+    # the simulated GPUs have the memory of hw's, so prefill uses no more of a larger one
+    hw, compute = prefill_pool(config)
+    smaller = hw
+    if config.hw.gpu is not None and hw.gpu is not None:
+        smaller = replace(hw, gpu=replace(hw.gpu, memory=min(hw.gpu.memory, config.hw.gpu.memory)))
 
-    def time(side: Side, direct: bool = False) -> ForwardModel:
-        return forward(config.model, config.hw, config.compute, side, direct)
+    def pool(side: Side, block: int, hw: Machine, shape: KvShape = whole) -> int:
+        pages = pages_per_rank(side, config.model, shape, hw, kv, config.scheduler, ranks)
+        return max(1, pages // block) * block
 
     return Deployment(
         prefill=Grid(parallel.prefill.attention_tp, parallel.prefill.pp, parallel.prefill.cp),
@@ -258,14 +272,14 @@ def _job(config: Config, options: ServeOptions) -> Deployment:
         page_size=size,
         prefill_block=blocks[0],
         decode_block=blocks[1],
-        prefill_pages=pool(parallel.prefill, blocks[0], whole if comes else shape),
-        decode_pages=pool(parallel.decode, blocks[1]),
+        prefill_pages=pool(parallel.prefill, blocks[0], smaller, whole if comes else shape),
+        decode_pages=pool(parallel.decode, blocks[1], config.hw),
         slots=2 * config.scheduler.decode_batch,
         chunk=config.engine.step_tokens or config.scheduler.chunk,
         prefill_batch=config.scheduler.prefill_batch,
         decode_batch=config.scheduler.decode_batch,
-        prefill_time=time(parallel.prefill),
-        decode_time=time(parallel.decode, direct=True),
+        prefill_time=forward(config.model, hw, compute, parallel.prefill),
+        decode_time=forward(config.model, config.hw, config.compute, parallel.decode, direct=True),
         policy=options.router,
         rates=_rates(config) if options.router == "transfer_aware" else {},
         output_known=options.output_known,

@@ -429,6 +429,9 @@ def _workload(workload: Workload, context: int) -> Iterator[str]:
 def placement(config: Config) -> Iterator[str]:
     """Yield what is wrong with where *config* places prefill and decode instances on its machine."""
     hw, backend, parallel = config.hw, config.backend, config.parallel
+    if hw.prefill and (config.target != "model" or not hw.gpus or getattr(config.experiment, "colocated", False)):
+        yield f"hw.prefill={hw.prefill} has target=model, GPUs and a disaggregated deployment; leave hw.prefill out"
+        return
     try:
         if getattr(config.experiment, "colocated", False):
             where = colocated_places(parallel, hw)

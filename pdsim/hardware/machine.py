@@ -184,5 +184,6 @@ class Machine:
     host: Host
     link: NetworkLink | None = None  # between nodes, for TCP; without one only the hosts limit it
     price: NotNegative | None = None  # of a GPU for an hour, in any currency: what `experiment=capacity` counts
+    prefill: str = ""  # another hw, whose GPUs prefill has, on nodes of its own; cards and hosts are as here
     guest: bool = False  # ``target=real`` emulates it, with an RDMA device (`backends.emulation.guest`)
     sources: Mapping[str, str] = field(default_factory=dict)

@@ -225,7 +225,8 @@ def places(parallel: Parallel, machine: Machine) -> tuple[list[Place], list[Plac
     """Return the place of every prefill and every decode rank, instance by instance.
 
     Prefill ranks take the first GPUs.  Decode ranks take the next or, on several nodes, those from the next node on
-    if that is far enough from the end.  Without GPUs all ranks are on the hosts, one node after the other.
+    if that is far enough from the end, as it must be with `Machine.prefill`.  Without GPUs all ranks are on the
+    hosts, one node after the other.
     Raise a `ConfigError` if the machine has too few GPUs.
     """
     prefill, decode = parallel.prefill.gpus, parallel.decode.gpus
@@ -237,6 +238,11 @@ def places(parallel: Parallel, machine: Machine) -> tuple[list[Place], list[Plac
         )
     if machine.gpus and (node := -(-prefill // machine.gpus) * machine.gpus) + decode <= total:
         first = node  # the next node's first GPU
+    elif machine.prefill:
+        raise ConfigError(
+            f"hw.prefill={machine.prefill} needs nodes of its own for the {prefill} GPUs of prefill, and "
+            f"hw={machine.name} has too few for {decode} of decode beside them; raise hw.nodes"
+        )
     ranks = _places(machine, first + decode)
     return ranks[:prefill], ranks[first:]
 

@@ -116,6 +116,33 @@ def test_copies_share_no_node_in_part_and_instances_none_at_all():
     assert nodes == [1, 2, 2, 2]
 
 
+def test_mixed_copies_have_nodes_of_both_kinds():
+    hw, backend = replace(EIGHT, nodes=4, nic=Nic(count=8, rate=50e9)), replace(ENGINE, inter=ENGINE.intra)
+    config = served(model=GQA, kv=ROOMY, hw=hw, backend=backend)
+    shapes = [Shape(tp, 1, 2, 1, "8xb200") for tp in (1, 2, 4)]
+    shapes += [Shape(8, 2, 4, 1, "8xb200"), Shape(1, 1, 1, 1, "8xb200")]
+    able, refused = plans(config, shapes, load(config.workload, 0, config.model.context), 0.9)
+    own = {plan.shape: (plan.gpus, plan.prefill_gpus, plan.copies) for plan in able}
+    assert own == {
+        shapes[0]: (3, 2, 8),  # two nodes of four halves, a node and more of single GPUs
+        shapes[1]: (5, 4, 6),  # three nodes of two each, one of decode
+        shapes[2]: (9, 8, 3),
+        shapes[4]: (2, 1, 16),
+    }
+    assert list(refused) == [shapes[3]]  # five nodes
+    assert str(shapes[1]) == "2P tp2 on 8xb200 : 1D tp1"
+    first = configured(config, shapes[1])
+    assert (first.hw.nodes, first.hw.prefill) == (2, "8xb200")
+
+
+def test_a_mixed_deployment_costs_what_its_gpus_do():
+    plan = Plan(shape=Shape(2, 1, 1, 2, "b"), gpus=4, prefill_gpus=2, copies=1, full=1.0, bound=1.0, ttft=0, tpot=0)
+    entry = Entry(plan=plan, copies=1, capacity=Capacity(best=None, low=0.0, high=1.0, probes=()), probe=probe(0.5))
+    cost = entry.cost({"": 4.0, "b": 6.0})
+    assert cost == pytest.approx(5.0 / entry.tokens / 3600 * 1e6)
+    assert entry.cost({"": 4.0}) is entry.cost({"b": 6.0}) is None
+
+
 @pytest.mark.parametrize("slo", [SLO, Slo(ttft=0.1, tpot=0.0021)])
 def test_no_simulation_holds_above_what_closed_form_allows(slo: Slo):
     workload = replace(GENERATED, count=200, output_mean=60)

@@ -6,7 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from experiments.serve import ServeOptions, job
 from pdsim.compute.roofline import kv_shape
+from pdsim.config.compose import compose
+from pdsim.config.pools import prefill_pool
 from pdsim.core.errors import ConfigError
 from pdsim.hardware.machine import Machine
 from pdsim.models.llm import Parallel, Side
@@ -34,6 +37,26 @@ def parallel(prefill: int, decode: int) -> Parallel:
 )
 def test_decode_is_on_the_next_node_if_it_fits_there(machine, sizes, prefill, decode):
     assert places(parallel(*sizes), machine) == (prefill, decode)
+
+
+def test_prefill_computes_on_gpus_of_another_kind():
+    own = compose(["hw=2x8xh200", "model=llama-3.1-70b", "parallel=tp4"])
+    mixed = compose(["hw=2x8xh200", "hw.prefill=8xb200", "model=llama-3.1-70b", "parallel=tp4"])
+    machine, compute = prefill_pool(mixed)
+    assert machine.gpu is not None
+    assert (machine.gpu.name, compute.measured_gpu, machine.nic) == ("B200", "B200", mixed.hw.nic)
+    assert prefill_pool(own) == (own.hw, own.compute)
+    one, other = (job(config, ServeOptions()) for config in (own, mixed))
+    pieces = [(0, 2048)]
+    assert 0.3 < other.prefill_seconds(pieces) / one.prefill_seconds(pieces) < 0.8
+    assert other.decode_time == one.decode_time
+    assert {place.node for place in places(mixed.parallel, mixed.hw)[1]} == {1}
+    with pytest.raises(ConfigError, match=r"hw.prefill=8xb200 needs nodes of its own .* raise hw.nodes"):
+        places(mixed.parallel, replace(mixed.hw, nodes=1))
+    with pytest.raises(
+        ConfigError, match=r"target=model, GPUs and a disaggregated deployment; leave hw.prefill out"
+    ):
+        compose(["hw=2x8xh200", "hw.prefill=8xb200", "experiment.deployment=colocated"])
 
 
 def test_more_ranks_than_gpus_are_refused():
