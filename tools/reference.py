@@ -14,6 +14,7 @@ The other parts stand each between two HTML comments of their page:
 - docs/validation.md and data/validation/README.md: what `tools.validation` says, figures of
   reports, and big models.
 - docs/deployments.md: flags of serving engines, from `pdsim.recipes`.
+- docs/performance.md: CPU time beside AISimulate, from `data/benchmarks/peers.csv`.
 - README.md: the output of its first command and what staging changes, on the model, where one seed gives the same
   output on every machine.
 
@@ -88,6 +89,12 @@ def flags() -> Iterator[str]:
         if key:
             by_key.setdefault(key, []).append(f"`--{flag}`")
     yield from markdown(("flags", "key"), [(", ".join(each), f"`{key}`") for key, each in sorted(by_key.items())])
+
+
+def peers() -> Iterator[str]:
+    """Yield the table of docs/performance.md: what simulators of one job took, measured in one run."""
+    heads = ("simulator", "CPU s", "requests", "TTFT p50, ms", "TPOT p50, ms")
+    yield from markdown(heads, [tuple(row.values()) for row in rows(data("benchmarks", "peers.csv"))])
 
 
 def _own(options: type) -> Iterator[Key]:
@@ -267,6 +274,7 @@ PARTS: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
     "list": ("data/validation/README.md", validation.provenance),
     "flags": ("docs/deployments.md", flags),
     "output": ("README.md", output),
+    "peers": ("docs/performance.md", peers),
 }
 
 
