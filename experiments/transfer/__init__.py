@@ -42,7 +42,7 @@ class TransferOptions(ExperimentOptions):
     """
 
     name: str = "transfer"
-    # also with a count: pairs:2, incast:3, fanout:3, cross:2x2, alltoall:4
+    # also with a count: pairs:2, incast:3, fanout:3, cross:2x2, ring:4, alltoall:4, tp:2x4; and nixlbench's names
     patterns: Annotated[tuple[Annotated[str, pattern], ...], "non-empty"] = (
         *("pair", "bidirectional", "incast", "fanout", "alltoall"),
     )

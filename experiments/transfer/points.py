@@ -27,22 +27,30 @@ PATTERNS = {
     "pair": "",
     **dict.fromkeys(("pairs", "bidirectional", "incast", "fanout"), r"|[1-9]\d*"),
     "cross": r"|[1-9]\d*(x[1-9]\d*)?",
-    "alltoall": r"|[2-9]|[1-9]\d+",
+    **dict.fromkeys(("ring", "alltoall"), r"|[2-9]|[1-9]\d+"),
+    "tp": r"[1-9]\d*x[1-9]\d*",
 }
 """Names of patterns, ``name`` or ``name:count``, with the form of their counts: disjoint pairs, in one direction or
 both; sources to one sink; one source to so many sinks; ``cross:2x3``, two sources each to three sinks; ranks each to
-every other."""
+the next one, or to every other; ``tp:2x4``, two sources each to two sinks of its own, or ``tp:4x2`` the reverse."""
+NIXLBENCH = {"pairwise": "pairs", "manytoone": "incast", "onetomany": "fanout"}
+"""Its schemes, beside ``tp``, and what they are called here."""
 
 
 def pattern(text: object) -> str:
-    """Return *text*, one of `PATTERNS`; raise a `ValueError` for anything else."""
-    name, _, count = str(text).partition(":")
+    """Return *text*, one of `PATTERNS`, by its name here; raise a `ValueError` for anything else."""
+    name, colon, count = str(text).partition(":")
+    name = NIXLBENCH.get(name, name)
     if name not in PATTERNS:
         raise ValueError(f"{text!r} is not a pattern; there are {', '.join(PATTERNS)}")
-    if not re.fullmatch(PATTERNS[name], count) or str(text).endswith(":"):
-        example = {"pair": "pair, or pairs:2", "cross": "cross:2 or cross:2x3"}.get(name, f"{name}:2")
-        raise ValueError(f"{text!r} has a count that it cannot have; write {example}")
-    return str(text)
+    fits = re.fullmatch(PATTERNS[name], count) and not str(text).endswith(":")
+    if fits and name == "tp":
+        few, many = sorted(map(int, count.split("x")))
+        fits = not many % few
+    if not fits:
+        special = {"pair": "pair, or pairs:2", "cross": "cross:2 or cross:2x3", "tp": "tp:2x4 or tp:4x2"}
+        raise ValueError(f"{text!r} has a count that it cannot have; write {special.get(name, f'{name}:2')}")
+    return name + colon + count
 
 
 class TransferPoint(NamedTuple):
@@ -131,12 +139,25 @@ def flows(pattern: str, ranks: int, rotate: bool = False) -> list[Flow]:
     [('rank0', 'rank2'), ('rank0', 'rank3'), ('rank1', 'rank3'), ('rank1', 'rank2')]
     """
     name, _, text = pattern.partition(":")
-    usual = {"pair": 1, "bidirectional": 1, "pairs": ranks // 2, "cross": ranks // 2, "alltoall": ranks}
+    usual = {
+        "pair": 1,
+        "bidirectional": 1,
+        "pairs": ranks // 2,
+        "cross": ranks // 2,
+        "ring": ranks,
+        "alltoall": ranks,
+    }
     counts = [int(part) for part in text.split("x")] if text else [usual.get(name, ranks - 1)]
     count, other = counts[0], counts[-1]
     if name in ("pair", "pairs", "bidirectional"):
         pairs = [(f"rank{2 * index}", f"rank{2 * index + 1}") for index in range(count)]
         return [flow for one, two in pairs for flow in [(one, two), (two, one)][: 1 + (name == "bidirectional")]]
+    if name == "ring":
+        return [(f"rank{index}", f"rank{(index + 1) % count}") for index in range(count)]
+    if name == "tp":  # shards of the many belong to those of the few, in order
+        many = range(max(count, other))
+        ends = [(one * count // len(many), count + one * other // len(many)) for one in many]
+        return [(f"rank{source}", f"rank{sink}") for source, sink in ends]
     sources, sinks = {
         "cross": (range(count), range(count, count + other)),
         "incast": (range(1, 1 + count), range(1)),

@@ -93,7 +93,9 @@ def _mean(stage: str = "latency") -> Callable[[TransferRow], float | None]:
     return lambda row: mean(row.times(stage))
 
 
-_PATTERNS = "pair(s), bidirectional; incast: all to one; fanout: one to all; cross: sources to sinks; alltoall"
+_PATTERNS = (
+    "pair(s), bidirectional; incast: all to one; fanout: one to all; cross: sources to sinks; ring; alltoall; tp"
+)
 _HOW = "write or read, blocks contiguous or scattered, and the order of an initiator's flows, if not the usual"
 _VERIFIED = "receiving slots whose checksum matches / slots checked"
 _STATUS = "ok, corrupt, or the error that ended the point; then its numbers cover what had succeeded"

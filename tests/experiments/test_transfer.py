@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from experiments.transfer import TransferOptions, check, run
-from experiments.transfer.points import TransferPoint, flows, shuffled
+from experiments.transfer.points import TransferPoint, flows, pattern, shuffled
 from pdsim.config import Config
 from pdsim.core.errors import BackendUnavailable, ConfigError, TransferFailed
 from pdsim.core.progress import silent
@@ -43,7 +43,8 @@ def test_one_transfer_takes_what_engine_and_port_take():
 
 
 @pytest.mark.parametrize(
-    ("pattern", "ports"), [("pair", 1), ("bidirectional", 2), ("incast", 1), ("fanout", 1), ("alltoall", 4)]
+    ("pattern", "ports"),
+    [("pair", 1), ("bidirectional", 2), ("incast", 1), ("fanout", 1), ("ring", 4), ("alltoall", 4), ("tp:2x2", 2)],
 )
 def test_ports_bound_what_all_flows_move_together(pattern: str, ports: int):
     (row,) = measure(patterns=(pattern,), blocks=(1,), size=(100_000_000,), repeat=4).rows(POINTS)
@@ -107,11 +108,29 @@ def test_a_program_pauses_between_transfers_that_take_as_long():
         ("cross:1x2", False, "01 02"),
         ("cross:2", True, "02 03 13 12"),  # sources begin with different sinks
         ("alltoall:2", False, "01 10"),
+        ("ring", False, "01 12 23 30"),
+        ("ring:2", False, "01 10"),
+        ("tp:2x4", False, "02 03 14 15"),
+        ("tp:4x2", False, "04 14 25 35"),
     ],
 )
 def test_a_pattern_is_these_flows(pattern: str, rotate: bool, expected: str):
     pairs = [(source.removeprefix("rank"), sink.removeprefix("rank")) for source, sink in flows(pattern, 4, rotate)]
     assert " ".join(map("".join, pairs)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [("pairwise", "pairs"), ("manytoone:3", "incast:3"), ("onetomany", "fanout"), ("tp:2x4", "tp:2x4")],
+)
+def test_schemes_of_nixlbench_are_patterns(name: str, ours: str):
+    assert pattern(name) == ours
+
+
+@pytest.mark.parametrize("wrong", ["tp", "tp:2x3", "ring:1", "manytoone:"])
+def test_a_count_that_a_pattern_cannot_have_is_refused(wrong: str):
+    with pytest.raises(ValueError, match="has a count that it cannot have; write "):
+        pattern(wrong)
 
 
 def test_the_order_is_drawn_from_the_seed_and_rows_are_as_listed():
@@ -160,12 +179,12 @@ def test_a_file_of_points_that_cannot_be_is_refused(tmp_path: Path, text: str | 
 @pytest.mark.parametrize("layout", ["contiguous", "scattered"])
 @pytest.mark.parametrize("operation", ["write", "read"])
 def test_every_slot_arrives_as_it_was_sent(operation: str, layout: str):
-    patterns = ("pair", "pairs", "bidirectional", "incast", "fanout", "cross:2x2", "alltoall:3")
+    patterns = ("pair", "pairs", "bidirectional", "incast", "fanout", "cross:2x2", "ring", "alltoall:3", "tp:1x3")
     options = {"patterns": patterns, "concurrency": (2,), "operation": operation, "layout": layout}
     result = measure(memory="tracked", **options)
     slots = [2 * len(flows(pattern, 4)) for pattern in patterns]
     assert [(row["verified"], row["status"]) for row in result.rows(POINTS)] == [(f"{n}/{n}", "ok") for n in slots]
-    assert (result.values["points"], result.failures) == (7, [])
+    assert (result.values["points"], result.failures) == (len(patterns), [])
     incast = {(r.operation, r.source, r.target) for r in result.transfers if r.label.startswith("incast ")}
     assert incast == {(operation, f"rank{source}", "rank0") for source in (1, 2, 3)}
 
