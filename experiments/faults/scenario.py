@@ -30,7 +30,7 @@ from pdsim.models.llm import Hybrid, Llm, Parallel, Side
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.settings import Cache, HostCosts, Kv, SchedulerLimits
 from pdsim.serving.workload import Request, stream
-from pdsim.sim.faults import Faults, Pause, Silence, Slow, Squeeze
+from pdsim.sim.faults import Faults, Pause, Silence, Slow, Squeeze, Stale
 from pdsim.sim.model import Model
 from pdsim.transfer.job import RankSpec
 from pdsim.verify.invariants import InvariantChecker, Violation
@@ -71,7 +71,8 @@ KINDS = {
     "gathers": "context-parallel ranks gather KV",
     "caches": "prompts begin alike; prefix caches, with eviction and host memory",
     "siblings": "all instances of a side are lost, and start again",
-    "stale": "messages of a killed rank arrive when it starts again",
+    "stale": "messages of a killed rank arrive after its restart",
+    "rings": "staged writes end late",
 }
 """The kinds of faults and unusual circumstances, and their effects: the table of `docs/faults.md`.
 
@@ -121,6 +122,7 @@ _POLICIES = (
     Policy(queues=1, grouping="pages", metadata="batch", notify="poll"),
     Policy(metadata="control", metadata_memory="host"),
 )
+_STAGING_POLICIES = tuple(policy for policy in _POLICIES if policy.staging)
 _SIDES = (  # prefill and decode
     (Side(tp=1), Side(tp=1)),
     (Side(tp=2), Side(tp=2)),
@@ -146,6 +148,12 @@ _WIDE_SIDES = (
     (Side(tp=4, dp=2), Side(tp=4, dp=2)),
     (Side(tp=1, instances=3), Side(tp=1, instances=3)),
     (Side(tp=1, cp=2, instances=2), Side(tp=2, instances=2)),
+)
+_STAGED_SIDES = (
+    (Side(tp=2), Side(tp=1)),
+    (Side(tp=1), Side(tp=2)),
+    (Side(tp=4), Side(tp=2)),
+    (Side(tp=2, instances=2), Side(tp=4)),
 )
 _GATHER_SIDES = (
     (Side(tp=1, cp=2), Side(tp=2)),
@@ -201,6 +209,9 @@ def draw(seed: int, count: int, intensity: float, without: frozenset[str] = froz
     if "layouts" in kinds:
         prefill, decode = chosen("layouts", _WIDE_SIDES)
         config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
+    if "rings" in kinds:
+        prefill, decode = chosen("rings", _STAGED_SIDES)
+        config = replace(config, parallel=Parallel(prefill=prefill, decode=decode), model=_LLM)
     if "nodes" in kinds:
         config = _two_nodes(config)
     if gathers := "gathers" in kinds and not {"caches", "held"} & set(kinds):  # whose first pages are not gathered
@@ -210,6 +221,8 @@ def draw(seed: int, count: int, intensity: float, without: frozenset[str] = froz
     asks = config.parallel.prefill.dp > 1 and random("query").random() < 0.5
     job = serve.job(config, serve.ServeOptions(deadline=DEADLINE, dp_rank="query" if asks else "room"))
     job = _squeezed(job, geometry, chosen("policies", _MESSAGE_POLICIES) if "policies" in kinds else None)
+    if "rings" in kinds and job.staging is None:
+        job = _squeezed(job, random("rings.job"), chosen("rings.policy", _STAGING_POLICIES))
     requests, gap = _requests(seed, count)
     if "edges" in kinds:
         requests = _edge_lengths(requests, job, random("edges"))
@@ -238,7 +251,7 @@ def draw(seed: int, count: int, intensity: float, without: frozenset[str] = froz
     faults = _faults(random, kinds, ranks, span, job.deadline)
     kill, restart = _losses(random, kinds, job, ranks, span, faults)
     if "stale" in kinds:
-        faults = replace(faults, silences=(*faults.silences, *_stale(random("stale"), ranks, kill, restart)))
+        faults = replace(faults, stale=tuple(_stale(random("stale"), ranks, kill, restart, requests[0].arrival)))
     ends = [each.end for each in (*faults.slow, *faults.squeezes, *faults.absences)]
     calm = max([requests[-1].arrival, *kill.values(), *restart.values(), *ends]) + DEADLINE
     specs = serve.specs(config, job, requests)
@@ -384,8 +397,8 @@ def _faults(random: Draw, kinds: Sequence[str], ranks: Sequence[str], span: floa
     return Faults(
         delayed=share if "delays" in kinds else 0.0,
         delay=10.0 ** (-4 + 2.5 * delay) if "delays" in kinds else 0.0,
-        late=0.1 * late if "late" in kinds else 0.0,
-        lateness=0.5 * lateness if "late" in kinds else 0.0,
+        late=0.1 * late if "late" in kinds else 0.05 if "rings" in kinds else 0.0,
+        lateness=0.5 * lateness if "late" in kinds or "rings" in kinds else 0.0,
         stray="stray" in kinds,
         torn="torn" in kinds,
         shuffle="shuffle" in kinds,
@@ -453,21 +466,25 @@ def _losses(
 
 
 def _stale(
-    random: np.random.Generator, ranks: Sequence[str], kill: dict[str, float], restart: dict[str, float]
-) -> Iterator[Silence]:
+    random: np.random.Generator,
+    ranks: Sequence[str],
+    kill: dict[str, float],
+    restart: dict[str, float],
+    first: float,
+) -> Iterator[Stale]:
     # What each rank that starts again said last arrives when its next process has just started, or soon after.  If
-    # nothing else does, one is killed and starts again, half of the time before it has served.
+    # nothing else does, one is killed and starts again: before it is heard of, or when the *first* request has come.
     name = ranks[int(random.integers(len(ranks)))]
     early, when, again = random.random(3).tolist()
     if not kill.keys() & restart.keys():
-        kill[name] = 10.0 ** (-5.0 + 2 * when) if early < 0.5 else 0.5 * when
-        first = kill[name] + 10.0 ** (-2.0 + 2 * again)
+        kill[name] = 10.0 ** (-5.0 + 2 * when) + (first if early < 0.7 else 0.0)
+        began = kill[name] + 10.0 ** (-2.0 + 2 * again)
         others = [other for other in ranks if instance_of(other) == instance_of(name)]
-        restart |= dict.fromkeys(others, first + 1.5 * DEADLINE) | {name: first}
+        restart |= dict.fromkeys(others, began + 1.5 * DEADLINE) | {name: began}
     for rank in ranks:
-        before, after = (10.0 ** random.uniform((-4.0, -5.5), (-2.0, -2.0))).tolist()
+        before, after = (10.0 ** random.uniform((-4.0, -5.5), (-2.0, 0.0))).tolist()
         if rank in kill and kill[rank] < restart.get(rank, 0.0):
-            yield Silence(rank, max(0.0, kill[rank] - before), restart[rank] + after)
+            yield Stale(rank, max(0.0, kill[rank] - before), kill[rank], restart[rank] + after)
 
 
 def _holding(spec: RankSpec) -> RankSpec:

@@ -41,6 +41,15 @@ class Silence(NamedTuple):
     end: float
 
 
+class Stale(NamedTuple):
+    """What *rank* sends from *start* until it is *killed* arrives at *end*, if need be after its next process."""
+
+    rank: str
+    start: float
+    killed: float
+    end: float
+
+
 class Pause(NamedTuple):
     """From *start* to *end*, *rank* stands still, as a stopped process does; what its hardware does goes on."""
 
@@ -73,6 +82,7 @@ class Faults:
     slow: tuple[Slow, ...] = ()
     squeezes: tuple[Squeeze, ...] = ()
     silences: tuple[Silence, ...] = ()
+    stale: tuple[Stale, ...] = ()
     pauses: tuple[Pause, ...] = ()
     until: float = inf  # seconds after the start from which on no message and no transfer is held up any more
 
@@ -148,6 +158,9 @@ class Chance:
         at += _held(self._messages, self._faults.delayed, self._faults.delay)
         for rank, start, end in self._faults.silences:
             if rank in (sender, receiver) and start <= at < end:
+                at = end
+        for rank, start, killed, end in self._faults.stale:
+            if rank == sender and start <= at < killed:
                 at = end
         return at
 

@@ -28,6 +28,7 @@ class BoundsChecker:
         self._members: dict[str, Any] = {}
         self._rooms: dict[int, Submit] = {}
         self._arrived: Counter[tuple[str, str, int, int]] = Counter()  # by rank, incarnation, room and writer
+        self._coming: dict[int, Any] = {}  # by program: the end of what comes back from host memory
         self._written: dict[tuple[str, str, int, int], int] = {}  # so many there are
 
     def submitted(self, request: Submit) -> None:
@@ -43,6 +44,8 @@ class BoundsChecker:
         if isinstance(scheduler, DecodeScheduler):
             watched: Any = scheduler
             watched._between_steps = partial(self._stepped, member, scheduler._between_steps)
+            watched._begin_step = partial(self._begins, member, scheduler._begin_step)
+            watched.mover.offload = partial(self._moves, member, scheduler.mover.offload)
             watched.batch.join = partial(self._entered, member, scheduler.batch.join)
         if scheduler is not None:
             _Stall(self._report, member, scheduler.blocked)
@@ -83,6 +86,18 @@ class BoundsChecker:
         for number, room in member.scheduler.rooms.items():
             if room.left and room.state not in ("reserved", "failed"):
                 self._report("I13", f"the user of room {number} left, and {member.rank.name} keeps it: {room.state}")
+
+    def _moves(self, member: Any, offload: Callable[[Any], Any], message: Any) -> Any:
+        moved = offload(message)
+        if message.back:
+            self._coming[id(member)] = moved
+        return moved
+
+    def _begins(self, member: Any, begin: Callable[[], None]) -> None:
+        coming = self._coming.get(id(member))
+        if coming is not None and not coming.triggered:
+            self._report("I2", f"{member.rank.name} begins a step with KV that is not back from host memory")
+        begin()
 
     def _entered(
         self, member: Any, join: Callable[[int, int, int], None], number: int, context: int, steps: int

@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from pdsim.kv.pages import SlotPool
+from pdsim.kv.pages import PrefixPagePool, SlotPool
 from pdsim.serving.router import Router
 
 _NOT_STATE = frozenset(
@@ -88,6 +88,8 @@ class LeakChecker:
             if count:
                 self._report("I8", f"{name}{what} is {count} when all is over")
         for what, pool in _pools(member):
+            if isinstance(pool, PrefixPagePool) and pool._limit and len(pool._idle) > pool._limit:
+                self._report("I8", f"{name}: {len(pool._idle)} cached pages without a user, {pool._limit} may stay")
             if not _is_whole(pool):
                 owned = (
                     sum(count for pages in pool.owners.values() for _, count in pages)

@@ -74,7 +74,7 @@ def test_every_kind_of_fault_happens_when_all_are_asked_for_and_none_when_none_i
     assert scenario.kill
     assert scenario.restart
     named = {"delayed", "delay", "late", "lateness", "stray", "torn", "shuffle", "slow", "squeezes"}
-    assert set(scenario.faults.kinds()) == named | {"broken", "silences", "pauses"}
+    assert set(scenario.faults.kinds()) == named | {"broken", "silences", "stale", "pauses"}
     assert set(RARE) <= set(KINDS)
     assert draw(1, 50, 0.0).faults.kinds() == ()
 
@@ -284,6 +284,9 @@ NOT_DRAWN = {
     "engine.step_tokens": "is the chunk, which is drawn",
     "engine.mixed, engine.look": "of colocated engines alone",
     "engine.version": "names the settings that a release starts with, which are drawn one by one",
+    "engine.draft, engine.draft_layers, engine.draft_share, engine.draft_kv, engine.acceptance, engine.prepare":
+    "lengths of steps and of first contacts, which other times vary",
+    "prefill_block, decode_block": "where pages lie, which orders of pages vary",
     "layerwise, colocated": "contents are not checked: pdsim refuses or skips them with memory=tracked",
     "backend.path, backend.call, backend.descriptor, backend.latency, backend.rate, backend.line, "
     "backend.fresh_descriptor, backend.lanes, backend.ramp, backend.small, backend.workers, backend.by_option":
