@@ -41,9 +41,6 @@ def answer(*words, python=(), **options):
     return process.returncode, out, err
 
 
-# --- help
-
-
 @pytest.mark.parametrize("words", [(), ("--help",), ("run", "--help"), ("run", "hw=8xh20", "-h"), ("--version",)])
 def test_help_answers_without_importing_what_only_a_run_needs(words):
     status, out, err = answer(*words, python=("-X", "importtime"))
@@ -172,9 +169,6 @@ def test_a_folder_that_hides_a_package_of_ours_is_named(tmp_path, package):
     status, _, err = answer("--help", cwd=tmp_path)
     assert status == 2
     assert f"the package '{package}' of pdsim is hidden by {tmp_path / package}; use the command pdsim" in err
-
-
-# --- runs
 
 
 def test_a_kept_run_is_shown_again_and_two_compared(pdsim_says, tmp_path):

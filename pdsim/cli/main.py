@@ -28,7 +28,6 @@ from pdsim.core import plugins
 from pdsim.core.errors import ConfigError, PdsimError, instead, near
 from pdsim.core.files import printable
 from pdsim.core.repository import data
-from pdsim.serving.settings import ELSEWHERE
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -116,6 +115,8 @@ def _help_of_key(name: str, words: Sequence[str]) -> str:
             0, f"{group}= chooses one of {', '.join(plugins.options(group))}; pdsim list {group} describes them"
         )
     if not lines:
+        from pdsim.serving.settings import ELSEWHERE
+
         known = [*usage.COMMANDS, *plugins.groups(), *(key.name for key in keys.known())]
         last = name.rpartition(".")[2]
         last = ELSEWHERE.get(last, last)

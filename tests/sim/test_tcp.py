@@ -46,9 +46,6 @@ def test_no_more_than_the_largest_window_is_under_way():
     assert least == pytest.approx(1000.0 / 50 * 2.0)
 
 
-# --- lanes
-
-
 def test_blocks_take_rounds_of_a_trip_and_an_answer():
     # 8 blocks of 10 bytes in 4 rounds: three of 2 s, 0.5 s and 0.1 s, and the last pair's bytes
     assert streams(lanes=2).start(0.0, 8, 80.0)[0] == pytest.approx(3 * 2.6 + 0.2)

@@ -69,9 +69,6 @@ def test_a_sweep_of_which_no_point_can_be_run_is_refused(pdsim_says, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# --- interrupted
-
-
 def rows_of(process, folder, count):
     """Wait until the sweep in *folder* has appended *count* rows, or has ended."""
     deadline = time.monotonic() + 60
