@@ -1,0 +1,55 @@
+"""When disaggregation pays: what others published, in sign and order (docs/validation.md says what falls short)."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from experiments.serve import run
+from pdsim.config.compose import compose
+from pdsim.core.progress import silent
+from pdsim.sim.model import Model
+
+pytestmark = pytest.mark.slow
+
+
+@cache
+def served(
+    model: str, tp: int, ratio: tuple[int, int], tokens: tuple[int, int], users: int, *more: str
+) -> dict[str, float]:
+    """Return the metrics of *users* on 8 x H200 who each ask again when they have their answer."""
+    words = [
+        f"hw=8xh200 model={model} engine=sglang parallel=tp{tp} parallel.prefill.instances={ratio[0]}",
+        f"parallel.decode.instances={ratio[1]} workload=sessions workload.users={users} workload.turns=1",
+        "workload.think=0s workload.ramp=1s workload.shared=0 workload.input_cv=0 workload.output_cv=0",
+        f"workload.input_mean={tokens[0]} workload.output_mean={tokens[1]}",
+    ]
+    config = compose([*" ".join(words).split(), *more])
+    target = Model(config.hw, config.backend, seed=config.seed, collective=config.collective)
+    return {metric.name: float(metric.value or 0.0) for metric in run(config, target, silent).summary}
+
+
+def omni(length: int, decodes: int) -> float:
+    few = "scheduler.decode_batch=4", "workload.count=200"
+    return served("qwen3-30b-a3b", 1, (1, decodes), (length, 32), 16, *few)["request_rate"]
+
+
+def test_a_second_decode_engine_helps_short_prompts_only():
+    """sglang-omni 1760, Qwen3-Omni's thinker on H200: 1:2 against 1:1 is +66 % at 1,024 tokens and 0 at 8,128."""
+    assert 1.4 < omni(1024, 2) / omni(1024, 1) < 2.0
+    assert omni(8128, 2) / omni(8128, 1) == pytest.approx(1.0, abs=0.02)
+
+
+def test_large_models_and_long_prompts_gain_more_than_small_and_short():
+    """The guide of llm-d: for 70B rather than 8B, and 10,000 and 1,000 tokens rather than 200 and 200."""
+    colocated = "experiment.deployment=colocated"
+    large = "llama-3.1-70b", 2, (2, 2), (10000, 1000), 64, "workload.count=192"
+    small = "llama-3.1-8b", 1, (4, 4), (200, 200), 256, "workload.count=1024"
+    gains, prices = [], []
+    for case in (large, small):
+        apart, together = served(*case), served(*case, colocated)
+        gains.append(together["tpot_p99_s"] / apart["tpot_p99_s"])
+        prices.append(apart["ttft_p90_s"] / together["ttft_p90_s"])
+    assert gains[0] > gains[1] > 1
+    assert prices[1] > 2 * prices[0] > 2
