@@ -7,11 +7,13 @@ Their shapes are those of public recipes: the docs of vLLM and SGLang, Dynamo's 
 
 import pytest
 
+from experiments.serve import job
 from pdsim.cli.main import main
+from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError
 from pdsim.recipes import servers, translated
 
-ONE = "experiment.deployment=colocated"
+ONE = "experiment.deployment=colocated experiment.engines=1"
 SIDES = ("prefill", "decode")
 DYNAMO = """
 kind: DynamoGraphDeployment
@@ -94,7 +96,7 @@ python3 -m sglang.launch_server --model-path $MODEL --tp-size 8 --dp-size 8 --en
         ),
         (
             "vllm serve meta-llama/Llama-3.1-8B-Instruct -tp 1 --data-parallel-size 4 --kv-cache-dtype fp8",
-            f"engine=vllm model=llama-3.1-8b model.kv_dtype=fp8_e4m3 {ONE} parallel.decode.tp=1 "
+            f"engine=vllm model=llama-3.1-8b model.kv_dtype=fp8_e4m3 {ONE[:-1]}4 parallel.decode.tp=1 "
             "parallel.decode.instances=4 parallel.prefill.tp=1 parallel.prefill.instances=4 cache=vllm "
             "compute.graph_tokens=512",
         ),
@@ -107,7 +109,7 @@ python3 -m sglang.launch_server --model-path $MODEL --tp-size 8 --dp-size 8 --en
         (
             "sglang serve --model meta-llama/Llama-3.1-70B-Instruct --tp 4 --dp 2 --disable-radix-cache "
             "--chunked-prefill-size -1",
-            f"engine=sglang model=llama-3.1-70b {ONE} parallel.decode.tp=4 parallel.decode.instances=2 "
+            f"engine=sglang model=llama-3.1-70b {ONE[:-1]}2 parallel.decode.tp=4 parallel.decode.instances=2 "
             "parallel.prefill.tp=4 parallel.prefill.instances=2 cache=none",
         ),
         (
@@ -147,6 +149,37 @@ python3 -m sglang.launch_server --model-path $MODEL --tp-size 8 --dp-size 8 --en
 )
 def test_a_recipe_becomes_overrides(text, words):
     assert " ".join(translated(servers(text)).words) == words
+
+
+BRANCHES = """
+if [[ "$MODEL" != /* ]]; then hf download "$MODEL"; fi
+CONTEXT=""
+if [ "$EVAL" = true ]; then
+    CONTEXT="--context-length $LONGEST"
+fi
+if [[ $ISL -eq 1024 ]]; then
+    python3 -m sglang.launch_server --model-path Qwen/Qwen3-8B --max-running-requests 512 $CONTEXT > log 2>&1 &
+else
+    python3 -m sglang.launch_server --model-path Qwen/Qwen3-8B --max-running-requests 256 $CONTEXT > log 2>&1 &
+fi
+"""
+
+
+def test_of_branches_the_first_that_starts_a_server_counts():
+    words = translated(servers(BRANCHES)).words
+    assert "scheduler.decode_batch=512" in words
+    assert "experiment.engines=1" in words
+    assert not [word for word in words if word.startswith("model.context")]
+
+
+def test_one_server_is_one_engine_on_a_larger_machine(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = "vllm serve Qwen/Qwen3-8B -tp 2"
+    assert main(["recipe", text, "hw=8xh100", "workload=smoke", "workload.count=2", "--run"]) == 0
+    assert "poisson arrivals, 1 x TP2, vllm" in capsys.readouterr().out
+    config = compose(["hw=8xh100", "model=qwen3-8b", "parallel=tp2", *f"{ONE[:-1]}3".split()])
+    with pytest.raises(ValueError, match=r"experiment.engines=3, but the GPUs of both sides hold 2 of tp=2"):
+        job(config)
 
 
 def test_ranks_on_other_nodes_are_no_further_server():

@@ -54,6 +54,7 @@ class ServeOptions(ExperimentOptions):
     name: str = "serve"
     # colocated: engines like prefill's, on the GPUs of both sides
     deployment: Annotated[str, "one of disaggregated, colocated"] = "disaggregated"
+    engines: NotNegativeInt = 0  # colocated ones; 0: as many as the GPUs of both sides hold
     router: str = "least_tokens"  # fewest tokens outstanding; power_of_two, round_robin, cache_aware, transfer_aware
     # attention group of a room: its number modulo dp; query: the least loaded
     dp_rank: Annotated[str, "one of room, query"] = "room"
@@ -339,6 +340,13 @@ def _colocated(config: Config, job: Deployment) -> Deployment:
     if config.workload.aborts:
         raise ValueError("experiment.deployment=colocated serves everybody; leave workload.aborts at 0")
     count = len(colocated_places(config.parallel, config.hw)) // side.tp
+    asked = config.experiment.engines if isinstance(config.experiment, ServeOptions) else 0
+    if asked > count:
+        raise ValueError(
+            f"experiment.engines={asked}, but the GPUs of both sides hold {count} of tp={side.tp}; lower it, or "
+            "raise parallel.decode.instances or hw"
+        )
+    count = asked or count
     return replace(
         job,
         colocated=True,

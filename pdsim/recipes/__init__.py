@@ -125,23 +125,36 @@ def servers(text: str) -> list[Server]:
 
 
 def _of_script(text: str, environment: Mapping[str, str]) -> Iterator[Server]:
+    # Which branch of an ``if`` runs is not known: what was assigned before it stays, and the first that starts
+    # servers counts.
     known = dict(environment)
+    branches: list[int] = []  # of each ``if`` around: 0, servers started in it, or -1 in a branch after those
     for line in re.sub(r"\\\s*\n", " ", text).splitlines():
         line = line.strip()
+        if re.match(r"if\b(?!.*\bfi$)", line):
+            branches.append(0)
+        elif re.match(r"fi\b", line) and branches:
+            branches.pop()
+        elif re.match(r"(else|elif)\b", line) and branches and branches[-1]:
+            branches[-1] = -1
+        if -1 in branches:
+            continue
         if assigned := re.fullmatch(r"(?:export\s+)?([A-Za-z_]\w*)=(\S+|'.*'|\".*\")", line):
-            known[assigned[1]] = assigned[2].strip("\"'")
+            if not (branches and assigned[1] in known):
+                known[assigned[1]] = assigned[2].strip("\"'")
             continue
         for engine, start in STARTS:
             if not line.startswith("#") and (match := start.search(line)):
                 before, rest = line[: match.start()], line[match.end() :]
                 own = dict(re.findall(r"\b([A-Z_]+)=(\S+)", before))
                 yield Server(engine, _flags(engine, _split(rest, known)), environment={**known, **own})
+                branches = [1] * len(branches)
 
 
 def _split(text: str, known: Mapping[str, str]) -> list[str]:
     def value(match: re.Match[str]) -> str:
         name, default = match[1] or match[3], match[2]
-        return known.get(name) or (default[2:] if default else match[0])
+        return known.get(name) or (default[2:] if default else "" if name in known else match[0])
 
     text = re.sub(r"\$\{(\w+)(:-[^}]*)?\}|\$(\w+)", value, text)
     try:
@@ -297,7 +310,7 @@ def _whole(engine: str, by_side: Mapping[str, Server], instances: Mapping[str, i
     prefill, decode = (by_side.get(side) or by_side["server"] for side in ("prefill", "decode"))
     config: dict[str, Any] = {"engine": engine, **_model(prefill, engine)}
     if not pair:
-        config["experiment.deployment"] = "colocated"
+        config |= {"experiment.deployment": "colocated", "experiment.engines": 1}
     for side, server in by_side.items():
         name = "decode" if side == "server" else side
         sizes = _layout(engine, server, instances[side], config["model"])
@@ -306,6 +319,7 @@ def _whole(engine: str, by_side: Mapping[str, Server], instances: Mapping[str, i
         config |= {
             key.replace("decode", "prefill"): n for key, n in config.items() if key.startswith("parallel.decode")
         }
+        config["experiment.engines"] = config.get("parallel.decode.instances", 1)
     for key in _NUMBERS:
         server = prefill if key == "scheduler.chunk" else decode
         for flag, value in server.flags.items():

@@ -362,7 +362,8 @@ def headline(run: Mapping[str, Any], folder: Path) -> str:
         if config.get("experiment.deployment") == "colocated":  # `pdsim.serving.deployment.colocated_places`
             one = _gpus(config, sides[0])
             wanted = sum(_gpus(config, side) * config.get(f"{side}.instances", 1) for side in sides)
-            count = min(wanted, config.get("hw.nodes", 1) * config.get("hw.gpus", 0) or wanted) // one
+            held = min(wanted, config.get("hw.nodes", 1) * config.get("hw.gpus", 0) or wanted) // one
+            count = config.get("experiment.engines") or held
             config, sides = {**config, "parallel.prefill.instances": count}, sides[:1]
         layout = " -> ".join(_divided(config, side) for side in sides)
         about += f", {layout}, {config.get('engine.name')}, {run['backend']}"
