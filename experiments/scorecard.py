@@ -137,6 +137,7 @@ def run(config: Config, target: Any, progress: ShowProgress) -> Result:  # noqa:
         real = medians(measured)
         steady = real.get("ttft p99", 0.0) < made["ttft p99"] + STANDSTILL
         for which in (kind, f"{kind}, steady") if steady else (kind,):
+            output[which, server.hardware, server.isl, server.osl, users].append((made["output"], real["output"]))
             own = errors[which, server.hardware]
             for name in real:
                 own[name].append(made[name] / real[name] - 1.0)
@@ -149,7 +150,6 @@ def run(config: Config, target: Any, progress: ShowProgress) -> Result:  # noqa:
         line += [100 * (made[name] / real[name] - 1.0) if name in real else None for name in TAILS]
         spread = [float(row["output_tput_per_gpu"]) for row in measured]
         rows.append([*line, 100 * (max(spread) / min(spread) - 1.0)])
-        output[kind, server.hardware, server.isl, server.osl, users].append((made["output"], median(spread)))
     heads = ("gpu", "precision", "servers", "layout", "isl", "osl", "users")
     columns = dict.fromkeys(heads, "") | {
         "output/s": "tokens a second and decode GPU, measured", "output %": "predicted over measured, less 1",

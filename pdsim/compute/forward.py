@@ -93,12 +93,14 @@ class Compute:
         return self.kernels.gpu if self.kernels else self.gpu
 
 
-def captured(batch: int) -> int:
+def captured(batch: int, twelve: bool = False) -> int:
     """Return the batch of the CUDA graph that a decode step of *batch* replays, padded: 1, 2, 4, or so many times 8.
 
-    vLLM 0.22.1, ``cudagraph_capture_sizes``; SGLang 0.5.12, ``_generate_cuda_graph_batch_sizes``, has 12, too.
+    vLLM 0.22.1, ``cudagraph_capture_sizes``; SGLang 0.5.12, ``_generate_cuda_graph_batch_sizes``, has *twelve*, too.
     """
-    return batch if batch <= 2 else 4 if batch <= 4 else -(-batch // 8) * 8
+    if batch <= 4 or (twelve and 8 < batch <= 12):
+        return batch if batch <= 2 else 4 if batch <= 4 else 12
+    return -(-batch // 8) * 8
 
 
 NORM_REDUCED = ("H100", "H200", "B200", "B300", "GB200", "GB300")
@@ -159,6 +161,7 @@ def forward(model: Llm, machine: Machine, compute: Compute, side: Side, direct: 
         else Exchange(),
         launch_factor=compute.launch_factor,
         graph_tokens=compute.graph_tokens,
+        twelve=compute.engine == "sglang",
         scale=compute.scale,
     )
 
@@ -260,6 +263,7 @@ class OperatorForward:
     exchange: Exchange = field(default_factory=Exchange)  # tokens on their way to experts of other ranks
     launch_factor: float = 1.0  # of eager launches and of *prompt_host*
     graph_tokens: int = 0  # of an iteration that is launched as one
+    twelve: bool = False  # whether a step of 9 to 12 requests has a CUDA graph of its own
     scale: float = 1.0
     _heads_of: dict[int, float] = field(default_factory=dict, repr=False)  # seconds of the head, by sequences
     _steps_of: dict[int, float] = field(default_factory=dict, repr=False)  # likewise of decode iterations
@@ -299,7 +303,7 @@ class OperatorForward:
         else:
             roof = self._decode_roof()
             attention = roof.launch + (0.0 if self._whole(part) else roof.merge)
-        rows = part if self._table is None else captured(part)
+        rows = part if self._table is None else captured(part, self.twelve)
         linear = self._linear(rows, rows, absorbed=True) - self._saved(rows)
         device = (linear + self._attention_layers * attention) / self.share
         return self.stages * self.scale * (device + self.overhead)

@@ -48,6 +48,17 @@ def test_tails_count_where_rows_have_them(tmp_path: Path, capsys: pytest.Capture
     assert line[10:12] == ["-", "-"]  # neither the p99 of TTFT nor what needs all
 
 
+def test_regret_counts_steady_servers_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    tails = (0.02, 1.0, 0.02)
+    pair = [
+        [*row(each)[:-8], *(8, ep, "False", 0) * 2, *tails, late] for ep, each, late in ((1, 1, 60.0), (8, 9, 0.1))
+    ]
+    assert against(tmp_path, pair) == 0
+    every, steady = errors(capsys)
+    assert float(every[-1]) == 800.0  # pdsim's best is the one that stood still
+    assert (steady[1], steady[-1]) == ("steady", "-")
+
+
 def test_two_objectives_are_judged_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     # within 5 s and 50 ms, not within 1 s and 20 ms
     assert against(tmp_path, [[*row(10.0), 0.03, 2.0, 0.03, 2.0]]) == 0

@@ -86,6 +86,7 @@ def test_pieces_of_a_batch_share_their_turns():
 
 def test_decode_batches_are_padded_to_the_next_graph():
     assert [captured(batch) for batch in (1, 2, 3, 5, 8, 9, 17)] == [1, 2, 4, 8, 8, 16, 24]
+    assert [captured(batch, twelve=True) for batch in (2, 4, 5, 9, 12, 13)] == [2, 4, 8, 12, 12, 16]
 
 
 def test_a_layer_with_experts_launches_more_kernels():
