@@ -182,6 +182,7 @@ def test_the_machine_decides_what_is_not_said(words, backend, prefill, decode):
 
 AMD = {"mooncake", "mooncake_tcp", "mori", "mori_inline", "nixl_tcp"}
 NVIDIA = {
+    "nixl_sglang",
     "nixl_trtllm",
     "mooncake",
     "mooncake_efa",

@@ -417,6 +417,7 @@ def _model(server: Server, engine: str) -> dict[str, Any]:
 def _backend(engine: str, server: Server) -> str:
     if engine == "sglang":
         asked = server.flags.get("disaggregation-transfer-backend", "mooncake")
+        asked = "nixl_sglang" if asked == "nixl" else asked
         return asked if asked != "mooncake" or "SGLANG_MOONCAKE_CUSTOM_MEM_POOL" not in server.environment else ""
     names = {"NixlConnector": "nixl_vllm", "NixlPushConnector": "nixl_vllm", "MooncakeConnector": "mooncake",
              "MoRIIOConnector": "mori"}  # fmt: skip
