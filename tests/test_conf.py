@@ -259,7 +259,7 @@ def test_the_template_of_a_machine_has_every_key_and_runs(pdsim_says):
     assert not status, problems
     template = OmegaConf.load(folder / "hw" / "mybox.yaml")
     for part, cls in ((template, Machine), (template.gpu, Gpu), (template.nic, Nic), (template.host, Host)):
-        left_out = {"link", "guest", "copies", "sources"}
+        left_out = {"link", "guest", "copies", "sources", "prefill"}
         assert {each.name for each in fields(cls)} - left_out <= set(part)
     assert "name: mybox" in said
 
