@@ -21,7 +21,7 @@ two bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Protocol, runtime_checkable
@@ -110,6 +110,22 @@ _LONGEST = 64 << 8
 """Tokens of an iteration's prompts up to which one curve has all operators; beyond it experts' products split."""
 
 
+NETWORK_HOP = 5e-6
+"""Seconds of a step of an all-reduce between nodes: NCCL, src/graph/tuning.cc, hwLat of a tree with LL."""
+
+
+def between_nodes(machine: Machine, ranks: int) -> tuple[float, float]:
+    """Return the seconds that an all-reduce among *ranks* on several nodes takes beyond that of a node, and a byte.
+
+    Each rank adds up its share of a node's sum with those of the other nodes, over its card (NCCL's two levels).
+    """
+    nodes = -(-ranks // machine.gpus) if machine.gpus else 1
+    if nodes == 1 or not machine.nic.count:
+        return 0.0, 0.0
+    rate = machine.nic.rate * machine.nic.count  # of the node, whose ranks have a share each
+    return 2 * math.ceil(math.log2(nodes)) * (NETWORK_HOP + machine.nic.latency), 2 * (nodes - 1) / nodes / rate
+
+
 @runtime_checkable
 class ForwardModel(Protocol):
     """How long the iterations of a rank take, in seconds."""
@@ -159,6 +175,8 @@ def forward(model: Llm, machine: Machine, compute: Compute, side: Side, direct: 
         exchange=exchange(model, machine, compute, side.ep, side.dp, direct)
         if side.ep > 1 < side.dp
         else Exchange(),
+        node=machine.gpus,
+        between={ranks: between_nodes(machine, ranks) for ranks in (side.tp, side.attention_tp)},
         launch_factor=compute.launch_factor,
         graph_tokens=compute.graph_tokens,
         twelve=compute.engine == "sglang",
@@ -192,10 +210,13 @@ def forward_time(model: Llm, machine: Machine, compute: Compute, side: Side, dir
     reduced, ring = (2, tp) if side.ep == 1 else (1, group)  # attention and MLP need one a layer each
     if ring > 1:
         rate = compute.allreduce_rate or machine.interconnect.rate or machine.host.tcp_rate
+        hops, byte = between_nodes(machine, ring)
+        near = min(ring, machine.gpus or ring)
         # a ring moves 2 (n - 1) / n of the activations through each port
-        token_allreduce = reduced * model.layers * 2 * (ring - 1) / ring * model.hidden * model.dtype_bytes
+        token_allreduce = reduced * model.layers * 2 * (near - 1) / near * model.hidden * model.dtype_bytes
         token_allreduce = token_allreduce / rate / share
-        allreduce = reduced * model.layers * compute.allreduce_latency / side.pp
+        token_allreduce += reduced * model.layers * model.hidden * model.dtype_bytes * byte / share
+        allreduce = reduced * model.layers * (compute.allreduce_latency + hops) / side.pp
     return ForwardTime(
         token_flops=2 * model.active / group / share,
         pair_flops=pairs[0] * shape.attention_layers * model.heads / group / share,
@@ -261,6 +282,8 @@ class OperatorForward:
     kv_bytes: float  # of a token, on this rank
     overhead: float = 0.0  # seconds an iteration
     exchange: Exchange = field(default_factory=Exchange)  # tokens on their way to experts of other ranks
+    node: int = 0  # GPUs of one
+    between: Mapping[int, tuple[float, float]] = field(default_factory=dict)  # by ranks, `between_nodes`
     launch_factor: float = 1.0  # of eager launches and of *prompt_host*
     graph_tokens: int = 0  # of an iteration that is launched as one
     twelve: bool = False  # whether a step of 9 to 12 requests has a CUDA graph of its own
@@ -394,7 +417,8 @@ class OperatorForward:
             for one, dtype in self._products[True]
             if one.name.startswith("shared")
         )
-        if self.tp > 1 and self.dp == 1 and self.kernels.gpu in NORM_REDUCED:
+        within = 1 < self.tp <= (self.node or self.tp)
+        if within and self.dp == 1 and self.kernels.gpu in NORM_REDUCED:
             seconds += 2 * model.layers * self._pointwise("norm", rows, 4 * model.hidden)
         return seconds
 
@@ -550,10 +574,12 @@ class OperatorForward:
     def _allreduce(self, tokens: int, ranks: int) -> float:
         if ranks == 1:
             return 0.0
+        hops, byte = self.between.get(ranks, (0.0, 0.0))
+        far, near = hops + 2.0 * tokens * self.model.hidden * byte, min(ranks, self.node or ranks)
         if self._table is not None:
-            return self._table.allreduce(tokens, ranks)
-        ring = self.kernels.ring(ranks)
-        return ring.latency + 2.0 * tokens * self.model.hidden / ring.rate
+            return far + self._table.allreduce(tokens, near)
+        ring = self.kernels.ring(near)
+        return far + ring.latency + 2.0 * tokens * self.model.hidden / ring.rate
 
 
 # --- experts on other ranks ----------------------------------------------------------------------------------------

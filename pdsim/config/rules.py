@@ -463,11 +463,12 @@ def _split(name: str, side: Side, where: Sequence[Place], hw: Machine) -> Iterat
             f"parallel.{name}.ep={side.ep} fills a node of hw={hw.name} ({hw.gpus} GPUs each) in part; "
             "choose a multiple of its GPUs"
         )
-    if any(len({place.node for place in instance}) > 1 for instance in instances):
+    spread = max(len({place.node for place in instance}) for instance in instances)
+    if spread > 1 and (spread * hw.gpus != together or not hw.nic.count):
         yield (
             f"parallel.{name}.tp={side.tp} would put one instance on several nodes of hw={hw.name} ({hw.gpus} GPUs "
-            "each): tensor parallelism is modelled within a node only; choose tp values that fill the nodes, or "
-            "experts and attention groups of their own (ep=tp, dp)"
+            "each), which it has to fill; choose tp values that fill the nodes, or experts and attention groups of "
+            "their own (ep=tp, dp)"
         )
 
 

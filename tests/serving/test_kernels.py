@@ -13,7 +13,7 @@ from backends.profiling.inventory import Subject, plan
 from pdsim.calibration import compaction
 from pdsim.calibration import kernels as fit
 from pdsim.calibration.kernels import fit_roof, row_seconds
-from pdsim.compute.forward import OperatorForward, captured, peaks
+from pdsim.compute.forward import OperatorForward, between_nodes, captured, forward_time, peaks
 from pdsim.compute.kernels import AllReduce, Correction, Kernels, Peaks, Roof
 from pdsim.compute.shapes import layer_shape, products
 from pdsim.config.compose import compose
@@ -87,6 +87,24 @@ def test_pieces_of_a_batch_share_their_turns():
 def test_decode_batches_are_padded_to_the_next_graph():
     assert [captured(batch) for batch in (1, 2, 3, 5, 8, 9, 17)] == [1, 2, 4, 8, 8, 16, 24]
     assert [captured(batch, twelve=True) for batch in (2, 4, 5, 9, 12, 13)] == [2, 4, 8, 12, 12, 16]
+
+
+def test_sums_across_nodes_go_over_the_cards():
+    config = compose(["hw=2x8xh200", "model=qwen3-32b", "hw.nodes=4"])
+    machine, model, rate = config.hw, config.model, config.hw.nic.rate * config.hw.nic.count
+    assert between_nodes(machine, 8) == (0.0, 0.0)
+    assert between_nodes(machine, 16) == (pytest.approx(1e-5), pytest.approx(1 / rate))
+    assert between_nodes(machine, 32) == (pytest.approx(2e-5), pytest.approx(1.5 / rate))
+    within, across = (
+        forward_time(model, machine, config.compute, replace(config.parallel.decode, tp=tp)) for tp in (8, 16)
+    )
+    assert across.allreduce - within.allreduce == pytest.approx(2 * model.layers * 1e-5)
+    more = 2 * model.layers * model.hidden * model.dtype_bytes / rate
+    assert across.token_allreduce - within.token_allreduce == pytest.approx(more)
+    pair = replace(KERNELS, allreduce={"2": AllReduce(latency=1e-5, rate=1e11)})
+    near = whole(kernels=pair, tp=4, node=2)
+    far = whole(kernels=pair, tp=4, node=2, between={4: (2e-5, 1e-9)})
+    assert far.step(8) - near.step(8) == pytest.approx(2 * 2 * (2e-5 + 2 * 8 * 64 * 1e-9))
 
 
 def test_a_layer_with_experts_launches_more_kernels():
