@@ -137,10 +137,17 @@ def test_an_engine_that_was_never_calibrated_here_is_named(pdsim_says, tmp_path,
     assert (line in out) == warns
 
 
-def test_ignored_options_of_the_engine_are_named(capfd):
-    main(["run", *QUICK, "backend.options.threads=4"])
-    note = "backend.options.threads has no effect on target=model: only the real engine reads options (target=real)"
-    assert note in capfd.readouterr().out
+@pytest.mark.parametrize(
+    ("option", "way_out"),
+    [
+        ("threads=4", "only the real engine reads options (target=real)"),
+        ("MC_FORCE_TCP=1", "the model of TCP is backend=mooncake_tcp"),
+    ],
+)
+def test_ignored_options_of_the_engine_are_named(capfd, option, way_out):
+    main(["run", *QUICK, f"backend.options.{option}"])
+    name = option.partition("=")[0]
+    assert f"backend.options.{name} has no effect on target=model: {way_out}" in capfd.readouterr().out
     main(["run", *QUICK])
     assert "has no effect" not in capfd.readouterr().out
 

@@ -63,7 +63,10 @@ def notes(config: Config, typed: Iterable[str]) -> list[str]:
     if not options:
         return lines
     named = f"backend.options{'.' if all(options) else ''}{', '.join(options)}"
-    return [f"{named} has no effect on target=model: only the real engine reads options (target=real)", *lines]
+    over_tcp = f"{config.backend.implementation}_tcp"
+    wire = bool({"UCX_TLS", "MC_FORCE_TCP"} & set(options)) and over_tcp in plugins.options("backend")
+    why = f"the model of TCP is backend={over_tcp}" if wire else "only the real engine reads options (target=real)"
+    return [f"{named} has no effect on target=model: {why}", *lines]
 
 
 def _uncalibrated(config: Config) -> Iterator[str]:
