@@ -22,7 +22,7 @@ from pdsim.config.pools import prefill_pool
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
-from pdsim.core.units import NotNegativeInt, Seconds, format_size
+from pdsim.core.units import NotNegativeInt, PositiveInt, Seconds, format_size
 from pdsim.hardware.machine import Machine
 from pdsim.kv.contents import EVERY
 from pdsim.kv.layout import Grid, KvShape
@@ -55,7 +55,12 @@ class ServeOptions(ExperimentOptions):
     # colocated: engines like prefill's, on the GPUs of both sides
     deployment: Annotated[str, "one of disaggregated, colocated"] = "disaggregated"
     engines: NotNegativeInt = 0  # colocated ones; 0: as many as the GPUs of both sides hold
-    router: str = "least_tokens"  # fewest tokens outstanding; power_of_two, round_robin, cache_aware, transfer_aware
+    # random, round_robin, least_tokens (outstanding), power_of_two, cache_aware, transfer_aware; first_token chooses
+    # both sides together, by prefill's queue and the way of the KV
+    router: str = "least_tokens"
+    decode_router: str = ""  # of decode instances, if another
+    routers: PositiveInt = 1  # replicas of the router, which take requests in turn
+    routers_sync: Seconds = 1.0  # between their exchanges of loads; 0: each knows only what it sent itself
     # attention group of a room: its number modulo dp; query: the least loaded
     dp_rank: Annotated[str, "one of room, query"] = "room"
     deadline: Annotated[Seconds, "> 0"] = (
@@ -282,7 +287,10 @@ def _job(config: Config, options: ServeOptions) -> Deployment:
         prefill_time=forward(config.model, hw, compute, parallel.prefill),
         decode_time=forward(config.model, config.hw, config.compute, parallel.decode, direct=True),
         policy=options.router,
-        rates=_rates(config) if options.router == "transfer_aware" else {},
+        decode_policy=options.decode_router,
+        routers=options.routers,
+        routers_sync=options.routers_sync,
+        rates=_rates(config) if {options.router, options.decode_router} & {"transfer_aware", "first_token"} else {},
         output_known=options.output_known,
         shed=options.shed,
         query_dp=options.dp_rank == "query",

@@ -252,9 +252,11 @@ def _general(config: Config, experiment: Any) -> Iterator[str]:
             yield "failures are drawn for prefill and decode instances of target=model only; leave failures out"
         elif config.workload.arrivals == "sessions" and config.workload.trace is None:
             yield "failures need arrivals whose end is known, not workload=sessions; choose another workload"
-    router, routers = getattr(config.experiment, "router", ""), plugins.names(plugins.ROUTERS)
-    if router and router not in routers:
-        yield f"experiment.router={router} is provided by no installed package; {instead(router, routers)}"
+    routers = plugins.names(plugins.ROUTERS)
+    for key in ("router", "decode_router"):
+        router = getattr(config.experiment, key, "")
+        if router and router not in routers:
+            yield f"experiment.{key}={router} is provided by no installed package; {instead(router, routers)}"
     if not config.output:
         yield "output must name a folder, got ''; write output=FOLDER, or leave output out for results"
     if config.target == "live":

@@ -82,6 +82,9 @@ class Deployment:
     prefill_time: ForwardModel
     decode_time: ForwardModel
     policy: str  # of the router
+    decode_policy: str = ""  # of decode instances; "": as *policy*
+    routers: int = 1  # replicas of the router, which take requests in turn; each has policies of its own
+    routers_sync: float = 0.0  # seconds between their exchanges of loads; 0: each knows what it sent itself
     rates: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # that it knows: bytes/s to each decode
     output_known: bool = True  # whether the router knows how many tokens a request will generate
     shed: int = 0  # tokens outstanding at prefill from which on requests of priority 0 are refused; 0: never
@@ -130,7 +133,11 @@ class Deployment:
     @property
     def hashed(self) -> bool:
         """Whether anybody looks at which blocks prompts share."""
-        return self.cache.prefill or self.cache.decode or self.policy == "cache_aware"
+        return (
+            self.cache.prefill
+            or self.cache.decode
+            or bool({self.policy, self.decode_policy} & {"cache_aware", "first_token"})
+        )
 
     @property
     def rank_map(self) -> RankMap:

@@ -26,7 +26,7 @@ from pdsim.kv.messages import (
     rank_name,
 )
 from pdsim.serving.deployment import Deployment
-from pdsim.serving.policies import RoutingQuery, route, router_policy
+from pdsim.serving.policies import PairQuery, RoutingQuery, route, router_policy
 from pdsim.serving.rank_process import Handler, RankProcess
 
 KNOWN = 120.0
@@ -34,21 +34,47 @@ KNOWN = 120.0
 
 
 class _Side:
-    """The instances of one side; *load* has the tokens outstanding at each that is formed."""
+    """The instances of one side; *load* has the tokens outstanding at each that is formed.
 
-    def __init__(self, instances: Sequence[str], dp: int, policy: str) -> None:
+    Each of several *replicas* of the router sees the load as of the last exchange, every *sync* seconds, and what
+    became of its own requests since.
+    """
+
+    def __init__(self, instances: Sequence[str], dp: int, policy: str, replicas: int, sync: float) -> None:
         self.names = tuple(instances)
         self.load: dict[str, int] = {}
         self._dp = dp
         self._group = {instance: number % dp for number, instance in enumerate(instances)}
-        self._policy = router_policy(policy)
+        self.policies = [router_policy(policy) for _ in range(replicas)]
+        self._views: list[dict[str, int]] = [{} for _ in range(replicas)] if replicas > 1 else []
+        self._sync = sync
+        self._exchanged = 0.0  # when they last did, a multiple of *sync*
 
-    def choose(self, room: int, able: Sequence[str], *known: Any) -> str:
+    def query(self, room: int, replica: int, now: float, *known: Any) -> RoutingQuery:
         # *known* are the fields of `RoutingQuery` from the third on.
+        able = [name for name in self.names if name in self.load]
         if self._dp > 1:
             group = room % self._dp
             able = [name for name in able if self._group[name] == group] or able
-        return route(self._policy, RoutingQuery(able, self.load, *known))
+        if not self._views:
+            return RoutingQuery(able, self.load, *known)
+        self._exchange(now)
+        return RoutingQuery(able, {name: self._views[replica].get(name, 0) for name in able}, *known)
+
+    def add(self, instance: str, tokens: int, replica: int, now: float) -> None:
+        if self._views:
+            self._exchange(now)
+            self._views[replica][instance] = self._views[replica].get(instance, 0) + tokens
+        self.load[instance] += tokens
+
+    def remove(self, instance: str) -> None:
+        for load in (self.load, *self._views):
+            load.pop(instance, None)
+
+    def _exchange(self, now: float) -> None:
+        if self._sync and now >= self._exchanged + self._sync:
+            self._exchanged = now // self._sync * self._sync
+            self._views = [dict(self.load) for _ in self._views]
 
 
 @dataclass(slots=True)
@@ -72,8 +98,12 @@ class InstanceRegistry:
 
     def __init__(self, job: Deployment) -> None:
         self._job = job
-        self.prefills = _Side(job.prefills, 1 if job.query_dp else job.prefill_dp, job.policy)
-        self.decodes = _Side(job.decodes, job.decode_dp, job.policy)
+        shared = job.routers, job.routers_sync
+        self.prefills = _Side(job.prefills, 1 if job.query_dp else job.prefill_dp, job.policy, *shared)
+        self.decodes = _Side(job.decodes, job.decode_dp, job.decode_policy or job.policy, *shared)
+        together = not job.decode_policy and hasattr(self.prefills.policies[0], "pair")
+        # of a token at prefill, where both sides are chosen together
+        self._seconds = job.prefill_seconds([(0, job.chunk)]) / job.chunk if together else None
         self.awaited = set(self.prefills.names + self.decodes.names)
         self._instances = {name: _Instance(job.grid(name).size) for name in (*job.prefills, *job.decodes)}
         self._spec: tuple[str, KvSpec] | None = None  # of the first that registered, who sets them
@@ -153,30 +183,40 @@ class InstanceRegistry:
     def lose(self, instance: str) -> int:
         """Remove *instance*; return when its newest rank was started, in ns, -1 if none has registered."""
         self.awaited.discard(instance)
-        self.side(instance).load.pop(instance, None)
+        self.side(instance).remove(instance)
         self._introduced = {pair for pair in self._introduced if instance not in map(instance_of, pair)}
         known = self._instances[instance]
         known.until = max([known.until, *known.places.values()])
         known.places, known.formed = {}, False
         return known.until
 
-    def choose(self, room: int, tokens: int = 1, blocks: tuple[int, ...] = ()) -> tuple[str, str] | None:
-        """Return the incarnations of prefill and decode that get *room*; None if either side has none left."""
-        prefills, decodes = (
-            [name for name in side.names if name in side.load] for side in (self.prefills, self.decodes)
-        )
-        if not (prefills and decodes):
+    def choose(
+        self, room: int, tokens: int = 1, blocks: tuple[int, ...] = (), replica: int = 0, now: float = 0.0
+    ) -> tuple[str, str] | None:
+        """Return the incarnations of prefill and decode that get *room*; None if either side has none left.
+
+        *replica* of the router chooses, at *now* seconds on the clock.
+        """
+        if not (self.prefills.load and self.decodes.load):
             return None
-        prefill = self.prefills.choose(room, prefills, tokens, blocks)
+        ask = self.prefills.query(room, replica, now, tokens, blocks)
+        policy: Any = self.prefills.policies[replica]
+        if self._seconds is not None:
+            other = self.decodes.query(room, replica, now, tokens, blocks, self._under_way)
+            nbytes = self._job.shape.token_bytes(self._job.prefill.tp)
+            pair = policy.pair(PairQuery(ask, other, self._job.rates, self._seconds, nbytes))
+            return self.current(pair[0]), self.current(pair[1])
+        prefill = route(policy, ask)
         rates = self._job.rates.get(prefill, {})
-        decode = self.decodes.choose(room, decodes, tokens, blocks, self._under_way, rates)
+        known = tokens, blocks, self._under_way, rates
+        decode = route(self.decodes.policies[replica], self.decodes.query(room, replica, now, *known))
         return self.current(prefill), self.current(decode)
 
-    def add(self, incarnation: str, tokens: int) -> None:
-        """Count *tokens* more, or fewer, at *incarnation*, unless it is over."""
+    def add(self, incarnation: str, tokens: int, replica: int = 0, now: float = 0.0) -> None:
+        """Count *tokens* more, or fewer, at *incarnation*, unless it is over; *replica* of the router knows it."""
         if self.alive(incarnation):
             instance = instance_of(incarnation)
-            self.side(instance).load[instance] += tokens
+            self.side(instance).add(instance, tokens, replica, now)
 
     def send(self, incarnation: str, tokens: int) -> None:
         """Count *tokens* more, or fewer, whose KV is on its way to *incarnation*."""

@@ -97,10 +97,21 @@ class RoutingQuery(NamedTuple):
     rates: Mapping[str, float] = {}  # bytes/s from the chosen prefill instance to each of decode; none for prefill
 
 
+class PairQuery(NamedTuple):
+    """What a router knows when a request needs an instance of either side; *rates* have all pairs."""
+
+    prefill: RoutingQuery
+    decode: RoutingQuery
+    rates: Mapping[str, Mapping[str, float]]
+    seconds: float  # that a token of a prompt takes at prefill
+    nbytes: int  # of a token's KV, of each rank
+
+
 class RouterPolicy(Protocol):
     """Which instance of a side gets a request.  There is one for each side, made without arguments.
 
-    One that needs to know more has a method ``route(ask: RoutingQuery) -> str``, called instead of `choose`.
+    One that needs to know more has a method ``route(ask: RoutingQuery) -> str``, called instead of `choose`.  One
+    that chooses both sides together has ``pair(ask: PairQuery) -> tuple[str, str]``, called on the one for prefill.
     """
 
     def choose(self, able: Sequence[str], load: Mapping[str, int]) -> str:
@@ -227,6 +238,17 @@ class RoundRobin:
         return able[(self._turn - 1) % len(able)]
 
 
+class Random:
+    """Any instance, each as often; seeds of runs do not change which."""
+
+    def __init__(self) -> None:
+        self._random = stream(0, "router.random")
+
+    def choose(self, able: Sequence[str], load: Mapping[str, int]) -> str:  # noqa: ARG002 a protocol
+        """Return one of *able*."""
+        return able[int(self._random.integers(len(able)))]
+
+
 class PowerOfTwo:
     """The less loaded of two instances drawn at random (Mitzenmacher, "The power of two choices", 2001).
 
@@ -278,3 +300,31 @@ class TransferAware(LeastTokens):
             return (tokens / ask.rates[name] if ask.rates else 0.0), ask.load[name]
 
         return min(ask.able, key=cost)
+
+
+class FirstToken(CacheAware):
+    """The pair that has the prompt's KV at decode first: prefill's queue and what it has not cached, then the way.
+
+    The way takes what is under way to the decode instance, too.  Equals: the decode instance with the fewest tokens
+    outstanding, then the first pair.  Where nothing moves (colocated engines) it is as `CacheAware`.
+    """
+
+    def pair(self, ask: PairQuery) -> tuple[str, str]:
+        """Return one of prefill's and one of decode's `RoutingQuery.able`."""
+        prompt = Request(0.0, ask.prefill.input, 1, None, ask.prefill.blocks)
+        for name in ask.prefill.able:
+            self._sent.setdefault(name, PrefixCache())
+        queue = {
+            name: (ask.prefill.load[name] + prompt.input - self._sent[name].match(prompt)) * ask.seconds
+            for name in ask.prefill.able
+        }
+
+        def cost(pair: tuple[str, str]) -> tuple[float, int]:
+            prefill, decode = pair
+            tokens = ask.decode.under_way.get(decode, 0) + prompt.input
+            way = tokens * ask.nbytes / ask.rates[prefill][decode] if ask.rates else 0.0
+            return queue[prefill] + way, ask.decode.load[decode]
+
+        chosen = min(((one, other) for one in ask.prefill.able for other in ask.decode.able), key=cost)
+        self._sent[chosen[0]].insert(prompt)
+        return chosen

@@ -340,7 +340,8 @@ class Router(RankProcess):
         if any(at <= self.clock.now < until for at, until in self._outages):
             self._close(request, _ROUTER_LOST)
             return
-        pair = self.registry.choose(request.room, request.input, request.blocks)
+        replica = request.number % self.job.routers
+        pair = self.registry.choose(request.room, request.input, request.blocks, replica, self.clock.now)
         if pair is None:
             self._close(request, f"PeerLost: no {self.registry.missing()} instance is left")
             return
@@ -502,8 +503,9 @@ class Router(RankProcess):
         waits = 0 if request.answered else moves
         tokens = waits, 0 if over else request.input + request.expected, moves
         before, request.outstanding = request.outstanding, tokens
-        self.registry.add(request.prefill, waits - before[0])
-        self.registry.add(request.decode, tokens[1] - before[1])
+        replica, now = request.number % self.job.routers, self.clock.now
+        self.registry.add(request.prefill, waits - before[0], replica, now)
+        self.registry.add(request.decode, tokens[1] - before[1], replica, now)
         if moves != before[2]:
             self.registry.send(request.decode, moves - before[2])
 

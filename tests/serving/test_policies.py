@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from pdsim.models.llm import Side
 from pdsim.serving import rank_process
 from pdsim.serving.policies import (
     FirstCome,
+    PairQuery,
     Prompt,
     RoutingQuery,
     handoff_of,
@@ -76,6 +78,84 @@ def test_a_cache_aware_router_finds_what_turns_taken_miss():
         config = replace(config, cache=Cache(prefill=True), model=replace(config.model, context=1 << 17))
         hits[name] = values(serve(replace(config, kv=replace(config.kv, pool=1 << 24))))["prefix_hit_prefill"]
     assert hits["cache_aware"] > 1.2 * hits["round_robin"]
+
+
+def test_random_takes_each_as_often():
+    policy = router_policy("random")
+    counts = Counter(policy.choose(["a", "b", "c"], {}) for _ in range(6000))
+    assert all(abs(counts[name] - 2000) < 150 for name in "abc")
+
+
+def paired(prefill: dict[str, int], decode: dict[str, int], blocks: tuple[int, ...] = (), **known: Any) -> PairQuery:
+    # a token takes 1 ms at prefill, and its KV 1 ms on the way between neighbours, 3 between others
+    rates = {"p0": {"d0": 1e6, "d1": 1e6 / 3}, "p1": {"d0": 1e6 / 3, "d1": 1e6}}
+    ask = RoutingQuery(list(prefill), prefill, 1024, blocks)
+    return PairQuery(ask, RoutingQuery(list(decode), decode, 1024, blocks, **known), rates, 1e-3, 1000)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "under_way", "pair"),
+    [
+        ((0, 0), (0, 0), (0, 0), ("p0", "d0")),
+        ((0, 0), (1, 0), (0, 0), ("p1", "d1")),  # decode's tokens decide between equals only
+        ((0, 0), (0, 0), (0, 1), ("p0", "d0")),
+        ((0, 0), (0, 0), (1, 0), ("p1", "d1")),
+        ((2049, 0), (0, 0), (0, 2049), ("p1", "d0")),
+        ((2047, 0), (0, 0), (0, 2049), ("p0", "d0")),  # queue and way are alike in seconds
+    ],
+)
+def test_both_sides_are_chosen_by_queue_and_way(
+    prefill: tuple[int, int], decode: tuple[int, int], under_way: tuple[int, int], pair: tuple[str, str]
+):
+    policy: Any = router_policy("first_token")
+    known = {"under_way": dict(zip(("d0", "d1"), under_way, strict=True))}
+    ask = paired(
+        dict(zip(("p0", "p1"), prefill, strict=True)), dict(zip(("d0", "d1"), decode, strict=True)), **known
+    )
+    assert policy.pair(ask) == pair
+
+
+def test_what_prefill_has_cached_needs_no_queue():
+    policy: Any = router_policy("first_token")
+    assert policy.pair(paired({"p0": 0, "p1": 0}, {"d0": 0, "d1": 0}, (1, 2))) == ("p0", "d0")
+    assert policy.pair(paired({"p0": 1023, "p1": 0}, {"d0": 0, "d1": 0}, (1, 2))) == ("p0", "d0")
+    assert policy.pair(paired({"p0": 1025, "p1": 0}, {"d0": 0, "d1": 0}, (1, 2))) == ("p1", "d1")
+
+
+def taken(arrivals: Sequence[float], **options: Any) -> list[str]:
+    requests = [Request(arrival, 256, 400) for arrival in arrivals]
+    run = simulate(requests, prefill=Side(tp=1), decode=Side(tp=1, instances=2), options=options)
+    return [row["decode"] for row in run.rows]
+
+
+def test_replicas_of_the_router_see_only_what_they_sent():
+    own = {"routers": 2, "routers_sync": 0.0}
+    assert taken([0.0] * 4) == ["decode0", "decode1", "decode0", "decode1"]
+    assert taken([0.0] * 4, **own) == ["decode0", "decode0", "decode1", "decode1"]
+
+
+def test_replicas_exchange_what_they_know_in_time():
+    late = [0.0, 0.3, 0.3]  # the third is of the first replica, which does not see the second
+    assert taken(late, routers=2, routers_sync=0.2) == ["decode0", "decode1", "decode1"]
+    assert taken(late, routers=2, routers_sync=100.0) == ["decode0", "decode0", "decode1"]
+
+
+def test_sides_have_policies_of_their_own():
+    def chosen(**options: Any) -> tuple[list[str], list[str]]:
+        both = {"prefill": Side(tp=1, instances=2), "decode": Side(tp=1, instances=2)}
+        rows = simulate([Request(0.0, tokens, 4) for tokens in (900, 100, 100)], options=options, **both).rows
+        return [row["prefill"] for row in rows], [row["decode"] for row in rows]
+
+    assert chosen(decode_router="round_robin") == (
+        ["prefill0", "prefill1", "prefill1"],
+        ["decode0", "decode1", "decode0"],
+    )
+    assert chosen() == (["prefill0", "prefill1", "prefill1"], ["decode0", "decode1", "decode1"])
+    workload = replace(GENERATED, count=20)
+    config = configured(
+        Side(tp=1, instances=2), Side(tp=1, instances=2), workload=workload, options={"router": "first_token"}
+    )
+    assert values(serve(config))["requests_ok"] == 20
 
 
 def test_the_kv_goes_where_it_arrives_first():
