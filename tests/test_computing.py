@@ -62,6 +62,18 @@ def test_a_profile_on_the_configuration_path_comes_first(tmp_path: Path):
         assert composed(CommandLine(words=words, folder=str(tmp_path))).compute.name == name
 
 
+def test_a_profile_that_lacks_operators_is_named(tmp_path: Path):
+    (tmp_path / "compute").mkdir()
+    own = "kernels:\n  gpu: H200\n  norm:\n    launch: 2us\nsource: 'measured: here'\n"
+    (tmp_path / "compute" / "mine.yaml").write_text(own)
+    words = (*PAIR, "model=qwen3-32b", "engine=vllm")
+    config = composed(CommandLine(words=words, folder=str(tmp_path)))
+    assert config.compute.name == "h200_vllm"
+    lacks = "; not your own profile mine: compute.kernels has no decode, which model=qwen3-32b needs"
+    assert config.compute.chosen.endswith(lacks)
+    assert presets._compute_notes(config)[0].startswith("warning: compute=h200_vllm: published operators")
+
+
 @pytest.mark.parametrize(
     ("words", "notes"),
     [

@@ -344,6 +344,7 @@ def notes(config: Any) -> Iterator[str]:
 
 ROOFLINE = "TTFT, TPOT and end to end were 27, 26 and 28 % off on H100"
 """How far a roofline with assumed shares is off (docs/model.md)."""
+OWN, PASSED = "your own profile", "; not your own profile "
 
 
 def computing(
@@ -361,14 +362,17 @@ def computing(
     names = {key.split(".")[1] for key in keys if key.startswith("compute.")}
     base = asdict(Compute(name=AUTO))
     own = {key: value for key, value in values.items() if key in names or value != base[key]}
+    passed = ""
     for content, why in _candidates(config, folders):
-        compute = build(_laid({**content, "chosen": why}, own))
-        if compute.kernels is None or _serves(config, compute):
+        compute = build(_laid({**content, "chosen": why + passed}, own))
+        lacks = _lacks(config, compute) if compute.kernels else ""
+        if not lacks:
             return compute
+        passed = passed or (f"{PASSED}{content['name']}: {lacks}" if why.startswith(OWN) else "")
     here = config.hw.gpu.name if config.hw.gpu else ""
     if not here:
         return build({"name": "roofline", **own, "chosen": "without a GPU compute is emulated"})
-    why = f"{config.engine.name} with {config.model.name} was not measured on {here}; {ROOFLINE}"
+    why = f"{config.engine.name} with {config.model.name} was not measured on {here}; {ROOFLINE}{passed}"
     return build({**_content(plugins.conf() / "compute" / "roofline.yaml"), **own, "chosen": why})
 
 
@@ -377,7 +381,8 @@ def _compute_notes(config: Any) -> list[str]:
     if not gpu:
         return []
     if compute.chosen:
-        return [f"{'warning: ' if compute.name == 'roofline' else ''}compute={compute.name}: {compute.chosen}"]
+        warns = compute.name == "roofline" or PASSED in compute.chosen
+        return [f"{'warning: ' if warns else ''}compute={compute.name}: {compute.chosen}"]
     of, models = compute.measured_gpu, compute.measured_of
     wrong = f"on {of}, not on {gpu}" if of not in ("", gpu) else ""
     if models and model not in models:
@@ -394,7 +399,7 @@ def _candidates(config: Any, folders: Sequence[Path]) -> Iterator[tuple[dict[str
         for path in sorted((folder / "compute").glob("*.yaml")):
             content = _content(path)
             if _gpu(content) == gpu and model in content.get("measured_of", [model]):
-                yield {"name": path.stem, **content}, f"your own profile of {gpu}, {path}"
+                yield {**content, "name": path.stem}, f"{OWN} of {gpu}, {path}"
     shipped = [_content(path) for path in sorted((plugins.conf() / "compute").glob(f"{gpu.lower()}_*.yaml"))]
     for content in shipped:
         kind = content.get("engine", "generic")  # vllm26 is of the family vllm
@@ -435,13 +440,13 @@ def _content(path: Path) -> dict[str, Any]:
     return content or {}
 
 
-def _serves(config: Any, compute: Compute) -> bool:
-    # Whether there are times of all operators of the model, as it is divided.
+def _lacks(config: Any, compute: Compute) -> str:
+    # What has no times of all operators of the model, as it is divided, or nothing.
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", tables.RangeWarning)
             for side in (config.parallel.prefill, config.parallel.decode):
                 forward(config.model, config.hw, compute, side)
-    except (ConfigError, ValueError, ZeroDivisionError):  # of a model that the rules refuse, later
-        return False
-    return True
+    except (ConfigError, ValueError, ZeroDivisionError) as error:  # of a model that the rules refuse, later
+        return str(error).partition(";")[0]
+    return ""
