@@ -178,8 +178,8 @@ def test_one_server_is_one_engine_on_a_larger_machine(tmp_path, monkeypatch, cap
     assert main(["recipe", text, "hw=8xh100", "workload=smoke", "workload.count=2", "--run"]) == 0
     assert "poisson arrivals, 1 x TP2, vllm" in capsys.readouterr().out
     config = compose(["hw=8xh100", "model=qwen3-8b", "parallel=tp2", *f"{ONE[:-1]}3".split()])
-    with pytest.raises(ValueError, match=r"experiment.engines=3, but the GPUs of both sides hold 2 of tp=2"):
-        job(config)
+    with pytest.raises(ConfigError, match=r"experiment.engines=3, but the GPUs of both sides hold 2 of tp=2"):
+        job(config, config.experiment)
 
 
 def test_ranks_on_other_nodes_are_no_further_server():
