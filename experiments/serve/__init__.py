@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Annotated, Any, cast
 
 import numpy as np
 
 from experiments.serve import tables
-from pdsim.compute.forward import forward
+from pdsim.compute.forward import Compute, forward
 from pdsim.compute.roofline import kv_shape
-from pdsim.config import Config, ExperimentOptions
-from pdsim.config.pools import prefill_pool
+from pdsim.config import Config, ExperimentOptions, build, presets
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
@@ -117,6 +117,34 @@ def run(config: Config, target: Any, progress: ShowProgress) -> Result:
     progress(1.0, "")
     served = result(config, what, requests, outcome, offered)
     return replace(served, notes=[*load, *_pool_notes(config), *drawn.notes, *served.notes])
+
+
+def prefill_pool(config: Config) -> tuple[Machine, Compute]:
+    """Return the machine that prefill computes on, and its compute: those of *config* without `Machine.prefill`.
+
+    Its GPUs and what joins them are of that other kind; cards, hosts and nodes are as in *config*.  Its compute is
+    what ``compute=auto`` takes for it, unless *config* has one that was measured on no GPU.  Raise a `ConfigError`
+    if there is no such machine, or it has no GPUs.
+    """
+    if not config.hw.prefill:
+        return config.hw, config.compute
+    other = _machine(config.hw.prefill)
+    machine = replace(config.hw, gpu=other.gpu, interconnect=other.interconnect)
+    if not (config.compute.chosen or config.compute.measured_gpu):
+        return machine, config.compute
+    return machine, presets.computing(
+        replace(config, hw=machine), {}, (), (), lambda values: build(Compute, values, at="compute")
+    )
+
+
+@cache
+def _machine(name: str) -> Machine:
+    from pdsim.config.compose import compose  # which takes a while
+
+    machine = compose([f"hw={name}"]).hw
+    if machine.gpu is None:
+        raise ConfigError(f"hw.prefill={name} has no GPUs; name one that has, such as 8xb200")
+    return machine
 
 
 def _pool_notes(config: Config) -> list[str]:

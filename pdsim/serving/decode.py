@@ -379,7 +379,10 @@ class DecodeScheduler(InstanceScheduler[DecodeRequest, DecodePages, DecodeLeader
                 self.reject(room)
                 continue
             self.pages.arrived(room.request.room)
-            self._held_up += self.host.admit(room.request.input) + self.job.drafted_again(room.request.input)
+            admission = self.host.admit(room.request.input)
+            if self.job.engine.draft_layers:
+                admission += self.job.drafted_again(room.request.input)
+            self._held_up += admission
             room.first = room.polled + self._held_up + self.host.answer(room.request.input)
             if lag:
                 room.lag = lag

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.serve import ServeOptions, job
+from experiments.serve import ServeOptions, job, prefill_pool
 from pdsim.compute.roofline import kv_shape
 from pdsim.config.compose import compose
-from pdsim.config.pools import prefill_pool
 from pdsim.core.errors import ConfigError
 from pdsim.hardware.machine import Machine
 from pdsim.models.llm import Parallel, Side
