@@ -335,6 +335,7 @@ def _job(config: Config, options: ServeOptions) -> Deployment:
         engine=config.engine,
         layerwise=config.kv.layerwise,
         cache=config.cache,
+        autoscale=config.autoscale,
         seed=config.seed,
     )
 
@@ -488,6 +489,7 @@ def result(
     failed = [f"{name}: {_line(rank)}" for name, rank in bad.items() if rank.error]
     failed += [] if fallen else tables.failed(columns)
     more = tables.of_failures(fallen, value.get("changes", ()), columns, value.get("sent_again", (0, 0)))
+    scaled_parts = tables.of_autoscale(what, value.get("scaled", ()), columns)
     return Result(
         summary=[
             *tables.metrics(columns, config.workload, config.slo, outcome),
@@ -496,13 +498,15 @@ def result(
             *tables.prefix_metrics(requests, what),
             *tables.cache_metrics(columns),
             *more[0],
+            *scaled_parts[0],
         ],
-        tables=[*tables.tables(columns, config.workload, outcome, taken), *more[1]],
+        tables=[*tables.tables(columns, config.workload, outcome, taken), *more[1], *scaled_parts[1]],
         requests=columns,
         transfers=joined(rank.transfers for rank in outcome.ranks.values()),
         failures=failed,
         notes=[
             *more[2],
+            *scaled_parts[2],
             *tables.notes(columns, config.workload, what, outcome, len(requests)),
             *tables.path_notes(outcome),
         ],

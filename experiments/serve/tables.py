@@ -23,6 +23,7 @@ from pdsim.results.record import Metric, Table, distribution, intervals, mean, p
 from pdsim.serving.block_manager import hit_share
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.failures import Failure, recoveries
+from pdsim.serving.fleet import running_seconds
 from pdsim.serving.load import OfferedLoad
 from pdsim.serving.requests import HASHED, Request
 from pdsim.serving.settings import Slo, Workload
@@ -221,6 +222,44 @@ def of_failures(
         f"by the router, {by_users} by users"
     )
     return metrics, [Table("Failures", columns, rows)], [note]
+
+
+def of_autoscale(
+    job: Deployment, changes: Sequence[tuple[float, str, str]], table: Columns
+) -> tuple[list[Metric], list[Table], list[str]]:
+    """Return metrics, a table and a line about the instances that an autoscaler ran; nothing without one.
+
+    *changes* are those of `pdsim.serving.fleet.Fleet`.  GPU-hours end with the last token.
+    """
+    if job.autoscale.policy == "none":
+        return [], [], []
+    ends = _numbers(table["arrival"]) + _numbers(table["e2e"])
+    seconds = float(np.nanmax(ends)) if len(ends) and not np.isnan(ends).all() else 0.0
+    hours = fixed = 0.0
+    rows, words = [], []
+    for side, names, grid in (("prefill", job.prefills, job.prefill), ("decode", job.decodes, job.decode)):
+        ran, fewest, most = running_seconds(changes, names, seconds)
+        mean_running = ran / seconds if seconds else 0.0
+        hours += ran * grid.size / 3600
+        fixed += seconds * len(names) * grid.size / 3600
+        starts = sum(what == "starting" for _, name, what in changes if name in names)
+        rows.append([side, len(names), fewest, most, mean_running, starts])
+        words.append(f"{fewest} to {most} {side} (mean {mean_running:.2f} of {len(names)}, {starts} starts)")
+    metrics = [
+        Metric("gpu_hours", hours, "of instances that start, serve or drain, until the last token"),
+        Metric("gpu_hours_fixed", fixed, "of all instances until the last token"),
+    ]
+    columns = {
+        "side": "of the deployment",
+        "instances": "that there are",
+        "fewest": "that ran at a time",
+        "most": "that ran at a time",
+        "mean": "that ran, over time",
+        "starts": "that the policy asked for",
+    }
+    share = f" ({100 * (1 - hours / fixed):.0f} % saved)" if fixed else ""
+    note = f"autoscale: {hours:.1f} of {fixed:.1f} GPU-hours{share}; {'; '.join(words)}"
+    return metrics, [Table("Autoscaling", columns, rows)], [note]
 
 
 def _share(table: Columns, phase: str) -> float | None:

@@ -32,6 +32,7 @@ from pdsim.hardware.costs import Collective, Engine, EngineModel, Jitter, Option
 from pdsim.hardware.machine import EVIDENCE, Machine
 from pdsim.kv.policy import Policy
 from pdsim.models.llm import Llm, Parallel
+from pdsim.serving.autoscale import Autoscale
 from pdsim.serving.failures import Failures
 from pdsim.serving.settings import ELSEWHERE, Cache, Kv, Live, SchedulerLimits, ServingEngine, Slo, Workload
 
@@ -133,6 +134,7 @@ class Config:
     launch: Launch = field(default_factory=Launch)
     slo: Slo = field(default_factory=Slo)
     failures: Failures = field(default_factory=Failures)
+    autoscale: Autoscale = field(default_factory=Autoscale)
     check: Check = field(default_factory=Check)
     live: Live = field(default_factory=Live)  # the servers of target=live
     # of the model: the host's part of a transfer, as a multiple of the calibrated one's

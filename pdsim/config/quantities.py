@@ -90,6 +90,7 @@ BOUNDS: tuple[tuple[str, float, float, float], ...] = (
     ("compute.scale", 1e-9, 1.0, 1000.0),
     ("slo.ttft", 1e-6, 1.0, _DAY),
     ("slo.tpot", 1e-9, 0.03, 3600.0),
+    ("time:autoscale.*", 1e-3, 60.0, _DAY),
     ("time:failures.*", 1e-3, 86400.0, 1e10),
     ("experiment.deadline", 1e-3, 60.0, _MONTH),
     ("experiment.*timeout", 1e-6, 60.0, _MONTH),

@@ -7,6 +7,7 @@ has the value, the rule and the way out.  Experiments that place ranks in their 
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
@@ -252,6 +253,7 @@ def _general(config: Config, experiment: Any) -> Iterator[str]:
             yield "failures are drawn for prefill and decode instances of target=model only; leave failures out"
         elif config.workload.arrivals == "sessions" and config.workload.trace is None:
             yield "failures need arrivals whose end is known, not workload=sessions; choose another workload"
+    yield from _autoscale(config)
     routers = plugins.names(plugins.ROUTERS)
     for key in ("router", "decode_router"):
         router = getattr(config.experiment, key, "")
@@ -274,6 +276,31 @@ def _general(config: Config, experiment: Any) -> Iterator[str]:
         yield from registry.check_collective(collective)
     if config.target == "real":
         yield from _real(config)
+
+
+def _autoscale(config: Config) -> Iterator[str]:
+    how, known = config.autoscale, ("none", *plugins.names(plugins.AUTOSCALERS))
+    if how.policy == "none":
+        return
+    if how.policy not in known:
+        yield f"autoscale.policy={how.policy} is provided by no installed package; {instead(how.policy, known)}"
+        return
+    signature = inspect.signature(plugins.resolve(plugins.AUTOSCALERS, how.policy))
+    try:
+        signature.bind(None, **how.options)
+    except TypeError as error:
+        given = ", ".join([*signature.parameters][1:])
+        yield f"autoscale.options do not suit autoscale.policy={how.policy}: {error}; it takes {given}"
+    parallel = config.parallel
+    if config.target != "model" or getattr(config.experiment, "colocated", False):
+        yield "autoscale is for prefill and decode instances of target=model only; leave autoscale out"
+    if parallel.prefill.dp > 1 or parallel.decode.dp > 1:
+        yield "autoscale runs whole engines, not the groups of parallel.*.dp; leave dp at 1, or autoscale out"
+    if config.cache.prefill or config.cache.decode:
+        yield "autoscale keeps no account of a started instance's empty prefix cache; set cache=none"
+    for name in ("prefill", "decode"):
+        if how.least > (most := getattr(parallel, name).instances):
+            yield f"autoscale.least must be <= parallel.{name}.instances={most}, got {how.least}"
 
 
 def _serving(config: Config) -> Iterator[str]:

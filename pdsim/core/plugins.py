@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 
+AUTOSCALERS = "pdsim.autoscalers"
+"""Functions that say how many instances run: `pdsim.serving.autoscale`."""
 BACKENDS = "pdsim.backends"
 """Endpoint classes of real engines."""
 COLLECTIVES = "pdsim.collectives"

@@ -389,7 +389,7 @@ def brief_lines(run: Mapping[str, Any], folder: Path, *, page: bool = False) -> 
     if not sources:
         yield _NO_EVIDENCE
     elif "ttft_p50_s" in metrics:
-        yield from (note for note in run["notes"] if note.startswith(("load: ", "failures: ")))
+        yield from (note for note in run["notes"] if note.startswith(("load: ", "failures: ", "autoscale: ")))
         yield _verdict(metrics, schema.read_configuration(folder / "config.yaml"))
         yield from () if page else _latencies(metrics)
         yield from (note for note in run["notes"] if note.startswith("TTFT: "))

@@ -22,6 +22,7 @@ from pdsim.kv.messages import rank_name
 from pdsim.kv.pages import StatePool
 from pdsim.kv.policy import Policy, Staging
 from pdsim.models.llm import Llm, Parallel, Side
+from pdsim.serving.autoscale import Autoscale
 from pdsim.serving.settings import Cache, Kv, SchedulerLimits, ServingEngine
 from pdsim.transfer.job import Place
 
@@ -102,6 +103,7 @@ class Deployment:
     engine: ServingEngine = field(default_factory=ServingEngine)
     layerwise: bool = False  # prefill pushes each layer when it is computed
     cache: Cache = field(default_factory=Cache)
+    autoscale: Autoscale = field(default_factory=Autoscale)
     seed: int = 0  # of what varies on hosts
     colocated: bool = False  # both sides are the same engines, and no KV moves
 

@@ -40,10 +40,13 @@ class _Side:
     became of its own requests since.
     """
 
-    def __init__(self, instances: Sequence[str], dp: int, policy: str, replicas: int, sync: float) -> None:
+    def __init__(
+        self, instances: Sequence[str], dp: int, policy: str, replicas: int, sync: float, resting: set[str]
+    ) -> None:
         self.names = tuple(instances)
         self.load: dict[str, int] = {}
         self._dp = dp
+        self._resting = resting
         self._group = {instance: number % dp for number, instance in enumerate(instances)}
         self.policies = [router_policy(policy) for _ in range(replicas)]
         self._views: list[dict[str, int]] = [{} for _ in range(replicas)] if replicas > 1 else []
@@ -52,7 +55,7 @@ class _Side:
 
     def query(self, room: int, replica: int, now: float, *known: Any) -> RoutingQuery:
         # *known* are the fields of `RoutingQuery` from the third on.
-        able = [name for name in self.names if name in self.load]
+        able = [name for name in self.names if name in self.load and name not in self._resting]
         if self._dp > 1:
             group = room % self._dp
             able = [name for name in able if self._group[name] == group] or able
@@ -98,7 +101,8 @@ class InstanceRegistry:
 
     def __init__(self, job: Deployment) -> None:
         self._job = job
-        shared = job.routers, job.routers_sync
+        self.resting: set[str] = set()  # instances that get no requests, though they are formed
+        shared = job.routers, job.routers_sync, self.resting
         self.prefills = _Side(job.prefills, 1 if job.query_dp else job.prefill_dp, job.policy, *shared)
         self.decodes = _Side(job.decodes, job.decode_dp, job.decode_policy or job.policy, *shared)
         together = not job.decode_policy and hasattr(self.prefills.policies[0], "pair")
@@ -197,7 +201,7 @@ class InstanceRegistry:
 
         *replica* of the router chooses, at *now* seconds on the clock.
         """
-        if not (self.prefills.load and self.decodes.load):
+        if any(side.load.keys() <= self.resting for side in (self.prefills, self.decodes)):
             return None
         ask = self.prefills.query(room, replica, now, tokens, blocks)
         policy: Any = self.prefills.policies[replica]
@@ -224,7 +228,7 @@ class InstanceRegistry:
 
     def missing(self) -> str:
         """Return which side has no instance."""
-        return "prefill" if not self.prefills.load else "decode"
+        return "prefill" if self.prefills.load.keys() <= self.resting else "decode"
 
 
 class Membership:

@@ -34,6 +34,7 @@ from pdsim.kv.messages import (
     leader,
 )
 from pdsim.serving.deployment import Deployment
+from pdsim.serving.fleet import Autoscaler
 from pdsim.serving.membership import Membership
 from pdsim.serving.policies import handoff_of
 from pdsim.serving.rank_process import RankProcess
@@ -202,7 +203,7 @@ def program(
     seconds after its arrival.  *outages* are when the router itself fails and works again, in seconds from the start
     of the job.  The value has ``start``, when the first could have arrived; ``rows``, a `RequestLog`; how many
     messages were ``ignored``; ``open_rooms``; ``sent_again``, how often a request was by the router and by its user;
-    ``changes``, those of `Membership`; and with *after* the ``arrivals`` as they turned out.
+    ``changes``, those of `Membership`; ``scaled``, of `Fleet`; and with *after* the ``arrivals`` as they turned out.
     """
     return (yield from Router(rank, Deployment.from_plain(job), requests, leaves, outages).run())
 
@@ -262,6 +263,8 @@ class Router(RankProcess):
         self._moved = 0.0  # when a request or a write last progressed
         rank.counts(lambda: self.generated[0], self.count)
         self._rooms: dict[int, RoutedRequest] = {}  # those that are under way
+        scaled = job.autoscale.policy != "none"
+        self.autoscaler = Autoscaler(self, self.registry, self._rooms) if scaled else None
         self._born = self.clock.now
         self._outages = outages  # of the router itself
         self._sent_again = [0, 0]  # how often by the router, and by users
@@ -287,6 +290,7 @@ class Router(RankProcess):
             "open_rooms": len(self._rooms),
             "sent_again": self._sent_again,
             "changes": self.membership.changes,
+            "scaled": self.autoscaler.fleet.changes if self.autoscaler else [],
         }
         return value if self.arrivals.times is None else value | {"arrivals": self.arrivals.times}
 
@@ -322,6 +326,8 @@ class Router(RankProcess):
         """Let requests arrive, once all instances are formed or lost, or the deadline has passed."""
         if not self.start and (not self.registry.awaited or self.clock.now - self._born > self.job.deadline):
             self.start = self.log.start = self.clock.now
+            if self.autoscaler is not None:
+                self.autoscaler.begin()
             self.arrivals.begin(self.start)
 
     def _arrive(self, request: RoutedRequest) -> None:
@@ -408,6 +414,8 @@ class Router(RankProcess):
         self._moved = self.clock.now
         request.prefilled = True
         self._count(request)
+        if self.autoscaler is not None:
+            self.autoscaler.rest()
         if request.finished is not None:
             self._close(request, "ok")
 
@@ -493,6 +501,8 @@ class Router(RankProcess):
         del self._rooms[request.room]
         self.membership.directory.pop(request.room)
         self._count(request, over=True)
+        if self.autoscaler is not None:
+            self.autoscaler.rest()
         self.arrivals.follow(request)
         self._stop_if_done()
 
