@@ -131,7 +131,13 @@ class Inbox:
         self._socket.curve_secretkey = keys.secret.encode()
         self._socket.zap_domain = b"pdsim"  # without a domain libzmq asks nobody
         self._authenticator = Authenticator(context, self._socket, keys)
-        self._port = self._socket.bind_to_random_port(f"tcp://{bind}")
+        try:
+            self._port = self._socket.bind_to_random_port(f"tcp://{bind}")
+        except zmq.ZMQError as error:
+            raise BackendUnavailable(
+                f"no port is free at {bind}: {error.strerror}; end what holds them, or widen "
+                "net.ipv4.ip_local_port_range"
+            ) from None
         self.uri = f"tcp://{bind}:{self._port}"
         self._fd = int(self._socket.FD)
         self._deliver, self._full = deliver, full

@@ -48,7 +48,7 @@ class _Measurer:
             if new:
                 table.writeheader()
             for number, case in enumerate(cases):
-                if self._agree(time.time() - self._deadline) > 0.0:
+                if self._agree(time.monotonic() - self._deadline) > 0.0:
                     _say(f"rank {self.rank}: out of time, {len(cases) - number} cases left")
                     return
                 _say(f"case {case['number']} {described(case)}")

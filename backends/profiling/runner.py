@@ -75,7 +75,7 @@ def measure(
     is over.
     """
     world = max(1, gpus or where.count)
-    end = time.time() + limit
+    end = time.monotonic() + limit
     together = allreduces(hidden, world) if world > 1 else []
     if where.kind == "cpu":
         together = [case for case in together if case["kernel"] == "nccl"][::3]
@@ -84,7 +84,9 @@ def measure(
     job = {"device": where.kind, "world": world, "seconds": seconds, "repeats": repeats}
 
     def waiting() -> None:
-        progress(1.0 - (end - time.time()) / limit, f"{len(cases) + len(together)} cases, rows so far in {folder}")
+        progress(
+            1.0 - (end - time.monotonic()) / limit, f"{len(cases) + len(together)} cases, rows so far in {folder}"
+        )
 
     log = _run(job, cases, where, end - limit + alone, folder / "alone", waiting, joint=False)
     if together:
@@ -124,13 +126,13 @@ def _run(
             time.sleep(0.05)
             waiting()
             for rank, process in list(running.items()):
-                if time.time() > deadline + 30.0:
+                if time.monotonic() > deadline + 30.0:
                     process.kill()
                     process.wait()
                 if (status := process.poll()) is None:
                     continue
                 del running[rank]
-                if status and not joint and restarts[rank] < _RESTARTS and time.time() < deadline:
+                if status and not joint and restarts[rank] < _RESTARTS and time.monotonic() < deadline:
                     restarts[rank] += 1
                     running[rank] = _start(path, rank, logs[rank], where, joint)
     finally:

@@ -141,8 +141,9 @@ class Causes:
         if lost is None or f"nothing from {ROUTER}" not in error:
             return False
         deadline = self._scenario.job.deadline
-        born = self._scenario.restart.get(name, 0.0)
-        heard = [lost, born, *(each.end for each in self._scenario.faults.absences)]
+        again = self._scenario.restart.items()  # ranks that gather wait for each other before they listen
+        born = [at for other, at in again if instance_of(other) == instance_of(name)]
+        heard = [lost, *born, *(each.end for each in self._scenario.faults.absences)]
         return lost <= at <= max(heard) + 1.5 * deadline + GRACE
 
     def know(self, outcome: Outcome, held: Set[int], broken: Set[int] = frozenset()) -> list[str]:
@@ -215,8 +216,8 @@ class Causes:
             if status != "ok" and not {prefill, decode} & dead:
                 yield f"{prefill} and {decode} live, and a request that they were given ended so: {status}"
 
-    def sent_wrongly(self) -> Iterator[str]:
-        """Yield each request that was sent out more often than it may be, in one room twice, or without a loss."""
+    def sent_wrongly(self, moved: Set[int] = frozenset()) -> Iterator[str]:
+        """Yield each request sent out too often, in one room twice, without a loss, or anew when it had *moved*."""
         for number, past in enumerate(self._histories):
             rooms = [room for _, room, *_ in past.tries]
             if len(set(rooms)) < len(rooms) or len(rooms) > self._scenario.job.retries + 1:
@@ -224,6 +225,8 @@ class Causes:
             for (at, room, *pair), (again, *_) in pairwise(past.tries):
                 if not any(self._is_out(instance, at, again) for instance in pair):
                     yield f"request {number} was sent out anew, and neither of {pair} was lost in room {room}"
+                if room in moved:
+                    yield f"request {number} was sent out anew, though a transfer of room {room} was posted"
 
     def _lost(self, status: str, past: History) -> bool:
         if re.search(r"no \w+ instance is left", status):

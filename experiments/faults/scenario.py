@@ -307,7 +307,9 @@ def attempt(scenario: Scenario) -> Tried:
     for rank in outcome.ranks.values():
         checks.bounds.transferred(rank.transfers, timeout)
     statuses = causes.know(outcome, checks.held, checks.broken_rooms)
-    violations = checks.finish(statuses, causes.request, causes.unrecovered(outcome), causes.sent_wrongly())
+    violations = checks.finish(
+        statuses, causes.request, causes.unrecovered(outcome), causes.sent_wrongly(checks.bounds.moved)
+    )
     counts = dict(Counter(status.partition(":")[0] for status in statuses))
     return Tried(scenario.seed, violations, counts, outcome.events, scenario.text, dict(checks.reached))
 

@@ -25,6 +25,7 @@ class BoundsChecker:
 
     def __init__(self, report: Callable[[str, str], None]) -> None:
         self._report = report
+        self.moved: set[int] = set()  # rooms of which a transfer was posted
         self._members: dict[str, Any] = {}
         self._rooms: dict[int, Submit] = {}
         self._arrived: Counter[tuple[str, str, int, int]] = Counter()  # by rank, incarnation, room and writer
@@ -61,6 +62,7 @@ class BoundsChecker:
     def posted(self, batch: Batch, label: str) -> None:
         """Check that the room of what is posted has not failed at the rank that posts it."""
         number = int(label.partition("/")[0])
+        self.moved.add(number)
         for owner in {batch.source.owner, batch.target.owner}:
             mover = getattr(self._members.get(owner), "mover", None)
             part = getattr(mover, "sender", None) or getattr(mover, "receiver", None)

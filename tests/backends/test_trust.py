@@ -17,6 +17,7 @@ from backends.jobs.launcher import Processes
 from backends.jobs.spawn import spawn
 from experiments import serve
 from pdsim.config.compose import compose
+from pdsim.core.errors import PdsimError
 from pdsim.core.progress import silent
 from pdsim.kv.messages import ROUTER
 from pdsim.results.record import Result
@@ -40,12 +41,14 @@ class Started:
         self.pids.append(process.pid)
         return process
 
-    def signal(self, rank: str, number: int) -> None:
-        """Send *rank* a signal a second after every rank has heard from another."""
-        while len(self.pids) < len(RANKS) or not all(ports(pid, psutil.CONN_ESTABLISHED) for pid in self.pids):
-            if self.over.wait(0.1):
+    def signal(self, rank: str, number: int, connected: bool = True, after: float = 1.0) -> None:
+        """Send *rank* a signal so many seconds *after* all ranks have begun or, if *connected*, heard another."""
+        while len(self.pids) < len(RANKS) or (
+            connected and not all(ports(pid, psutil.CONN_ESTABLISHED) for pid in self.pids)
+        ):
+            if self.over.wait(0.01):
                 return
-        if not self.over.wait(1.0):
+        if not self.over.wait(after):
             os.kill(self.pids[RANKS.index(rank)], number)
 
     def run(self, engine: str, *words: str, meanwhile: Callable[[], None], silence: float = 300.0) -> Result:
@@ -84,6 +87,31 @@ def test_a_stopped_rank_ends_the_run_with_results_and_the_reason(rank: str):
     assert len(statuses) == 100
     assert {status.partition(":")[0] for status in statuses} in ({"PeerLost"}, {"ok", "PeerLost"})
     assert not any("\n" in status for status in statuses)
+    assert not any(psutil.pid_exists(pid) for pid in started.pids)
+
+
+@pytest.mark.mooncake
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("rank", "connected", "after"),
+    [("decode0.0", False, 0.0), *((rank, True, after) for rank in RANKS for after in (0.0, 3.0))],
+)
+def test_a_rank_may_be_stopped_at_every_stage(rank: str, connected: bool, after: float):
+    started, begun = Started(), time.monotonic()
+
+    def stop() -> None:
+        started.signal(rank, signal.SIGSTOP, connected, after)
+
+    result, said = None, rank
+    try:
+        result = started.run("mooncake_tcp", *BUSY, silence=2.0, meanwhile=stop)
+    except PdsimError as error:  # before the ranks were ready
+        said = str(error)
+    assert rank in said
+    assert "\n" not in said
+    statuses = [] if result is None else result.requests["status"]
+    assert {status.partition(":")[0] for status in statuses} <= {"PeerLost", "ok"}
+    assert time.monotonic() - begun < 120
     assert not any(psutil.pid_exists(pid) for pid in started.pids)
 
 
