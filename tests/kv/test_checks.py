@@ -24,7 +24,7 @@ LAYOUT = KvLayout(KvShape(layers=1, heads=1, head_bytes=16), tp=1, page_size=4, 
 
 def member(name: str, **state: Any) -> Any:
     rank = SimpleNamespace(name=name, endpoint=SimpleNamespace(regions={}))
-    return SimpleNamespace(**{"rank": rank, "scheduler": None, "worker": None} | state)
+    return SimpleNamespace(**{"rank": rank, "scheduler": None, "worker": None, "mover": None} | state)
 
 
 def memory(owner: str, name: str = REGION) -> Region:
