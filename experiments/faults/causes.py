@@ -131,8 +131,10 @@ class Causes:
             return name in kill
         losses = [(rank, when, when) for rank, when in kill.items()]
         losses += [(each.rank, each.start, each.end) for each in self._scenario.faults.absences]
+        # the silence of a rank that was killed before may be noticed after
+        since = born - (1.5 * self._scenario.job.deadline + GRACE) * ("nothing from" in error)
         lost = any(
-            start <= at and end >= born for other, start, end in losses if instance_of(other) == instance_of(name)
+            start <= at and end >= since for other, start, end in losses if instance_of(other) == instance_of(name)
         )
         return kind == "PeerLost" and (lost or self._alone(name, error, at))
 
