@@ -275,6 +275,7 @@ NOT_DRAWN = {
     "window_share": "of windows: all pages or fewer are the same to the protocol",
     "prefill_batch": "rooms in a forward: limited by the chunk, which is drawn",
     "asks, asks_after": "of users, whose second try is a request like any other: tests/serving",
+    "routers, routers_sync, decode_policy, autoscale": "who chooses, and when instances start: tests/serving",
     "rates, shed": "of the router alone, before a request is sent out: tests/serving",
     "handoff.pool, handoff.decode_cache": "where memory is and who may cache, which no model tells",
     "handoff.handover, handoff.notice, handoff.metadata_stall": "lengths of steps, which other times vary",
