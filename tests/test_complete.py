@@ -19,8 +19,8 @@ from tests.test_cli import QUICK
     [
         ("hw=2xh", ["hw=2xh200"]),
         ("hw=8xh20,8xh10", ["hw=8xh20,8xh100"]),
-        ("backend=nixl_s", ["backend=nixl_shm"]),
-        ("hw.nic.", ["hw.nic.count=", "hw.nic.rate=", "hw.nic.latency="]),
+        ("backend=nixl_sh", ["backend=nixl_shm"]),
+        ("hw.nic.r", ["hw.nic.rate=", "hw.nic.rails="]),
         ("workl", ["workload=", "workload."]),
         ("target=r", ["target=real"]),
         ("nothing", []),
