@@ -32,7 +32,7 @@ hw=8xh20 backend=nixl parallel.decode.tp=2 kv.staging=true kv.staging_ring=64GiB
 launch.silence=5s -> launch sets options of processes, and target=model starts none; set target=real or
 output= -> output must name a folder, got ''; write output=FOLDER, or leave output out
 output=/dev/null/x -> output=/dev/null/x: Not a directory; name a folder that can be written to
-experiment.router=random -> experiment.router=random is provided by no installed package; there are cache_aware,
+experiment.router=nearest -> experiment.router=nearest is provided by no installed package; there are cache_aware,
 "experiment=[]" -> experiment=[] chooses nothing; there are allgather,
 experiment=transfer experiment.points=/ -> experiment.points=/: Is a directory; name a CSV file of points
 hw.interconnect.kind=nvswitch -> must be one of switch, mesh, none, got 'nvswitch'; did you mean switch?

@@ -293,8 +293,8 @@ class RunningBatch:
         self._sequence = time.sequence
         # a heap: step after which it is done, number, tokens at the end, tokens a step
         self._members: list[tuple[int, int, int, float]] = []
-        self._context: float = 0  # tokens that the next step reads
-        self._growth: float = 0  # tokens that all get a step
+        self._context: float = 0.0  # tokens that the next step reads
+        self._growth: float = 0.0  # tokens that all get a step
         self._step = 0  # steps since the start
         self._span: DecodeSpan | None = None  # since `begin`
         self._idle_since = 0.0
