@@ -52,9 +52,8 @@ class HandoffOptions(ExperimentOptions):
     name: str = "handoff"
     tokens: Annotated[tuple[PositiveInt, ...], "non-empty"] = (512, 2048, 8192)  # of a handoff
     tp: tuple[Annotated[str, sides], ...] = ("1to2", "2to1", "2to2")  # ranks of prefill, ranks of decode
-    paths: tuple[Annotated[str, "one of sliced, staged"], ...] = (
-        PATHS  # between ranks that keep other heads; equal ones have a single path
-    )
+    # between ranks that keep other heads; equal ones have a single path
+    paths: tuple[Annotated[str, "one of sliced, staged"], ...] = PATHS
     # of the backend; or data: a write of the engine; control: over TCP
     metadata: tuple[Annotated[str, "one of policy, data, control"], ...] = ("policy",)
     repeat: PositiveInt = 5  # measured handoffs of each shape

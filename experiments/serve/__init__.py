@@ -63,14 +63,12 @@ class ServeOptions(ExperimentOptions):
     routers_sync: Seconds = 1.0  # between their exchanges of loads; 0: each knows only what it sent itself
     # attention group of a room: its number modulo dp; query: the least loaded
     dp_rank: Annotated[str, "one of room, query"] = "room"
-    deadline: Annotated[Seconds, "> 0"] = (
-        300.0  # of silence, after which a rank counts as gone; as time-outs of SGLang's handoff
-    )
+    # of silence, after which a rank counts as gone; as time-outs of SGLang's handoff
+    deadline: Annotated[Seconds, "> 0"] = 300.0
     # whether the router counts a request's own output tokens; else the mean of others so far
     output_known: bool = True
-    shed: NotNegativeInt = (
-        0  # tokens outstanding at prefill from which on requests of priority 0 are refused; 0: never
-    )
+    # tokens outstanding at prefill from which on requests of priority 0 are refused; 0: never
+    shed: NotNegativeInt = 0
     retries: NotNegativeInt = 3  # assumed: restarts of a request that loses its instance before a byte has moved
     # times that a user sends a request again which failed; it is computed from the beginning, as by vLLM and SGLang
     client_retries: NotNegativeInt = 0

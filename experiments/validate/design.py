@@ -62,9 +62,8 @@ class Design(ExperimentOptions):
     slices: int = 1 << 19  # descriptors from a rank to another of a sliced handoff, most
     short: tuple[int, ...] = (128, 1024)  # tokens of handoffs whose metadata goes either way
     pieces: tuple[Size, ...] = (12288, 786432, 50331648)  # of all-gathers of 2, 4 and 8 ranks
-    ranks: NotNegativeInt = (
-        0  # of a pattern, a handoff or an all-gather, most; 0 is one for each GPU, and 4 on hosts
-    )
+    # of a pattern, a handoff or an all-gather, most; 0 is one for each GPU, and 4 on hosts
+    ranks: NotNegativeInt = 0
     points: str = ""  # a CSV file of more points
     repeat: int = 20  # measured transfers of each point in each job
     volume: Size = 0  # bytes of a flow after which fewer repeats do; 0 is 4 GiB between GPUs, and 256 MiB on hosts

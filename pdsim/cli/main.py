@@ -69,9 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
     except (KeyboardInterrupt, Exception) as error:
-        behind: BaseException | None = (
-            error  # a library's own cleaning up may fail on the way out of an interruption
-        )
+        # a library's own cleaning up may fail on the way out of an interruption
+        behind: BaseException | None = error
         while behind is not None:
             if isinstance(behind, KeyboardInterrupt):
                 return _fail(130, f"interrupted; {str(behind) or left}")

@@ -153,9 +153,8 @@ class EngineModel:
     full: Annotated[str, "one of wait, refuse"] = "wait"  # what posting does at the limit
     pipelined: bool = False  # with overlap
     in_order: bool = False  # the wire carries what a rank posts one transfer at a time, as a GPU's copy engine does
-    streams: bool = (
-        False  # with *in_order*: it goes on with the same peer as long as there is something for that one
-    )
+    # with *in_order*: it goes on with the same peer as long as there is something for that one
+    streams: bool = False
     ramp: tuple[Ramp, ...] = ()
     small: InlineSaving | None = None  # batches that are done in the call that posts them
     workers: Workers | None = None  # threads of the engine that post large batches

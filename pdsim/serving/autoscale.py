@@ -24,9 +24,8 @@ class Autoscale:
     policy: str = "none"
     options: Mapping[str, Any] = field(default_factory=dict)  # of that function
     every: Annotated[Seconds, "> 0"] = 180.0  # between two decisions (Dynamo's default)
-    sample: Annotated[Seconds, "> 0"] = (
-        10.0  # between two looks, whose mean a decision is based on (Dynamo's default)
-    )
+    # between two looks, whose mean a decision is based on (Dynamo's default)
+    sample: Annotated[Seconds, "> 0"] = 10.0
     start: Seconds = 120.0  # assumed: from the decision until an instance serves: weights, graphs, warm-up
     least: PositiveInt = 1  # instances of each side
 
