@@ -79,7 +79,7 @@ class Found:
 
 
 def front(entries: Sequence[Entry], attainment: float) -> list[Entry]:
-    """Return the probes that hold, of which no other is better in throughput, TTFT and TPOT at once.
+    """Return the probes that hold and that no other beats in throughput, TTFT and TPOT at once.
 
     Better means more output tokens for each GPU, a shorter TTFT and a shorter TPOT, both at the 90th percentile.
     """

@@ -160,7 +160,7 @@ def plans(
 
 
 def _mixed_copies(parts: tuple[int, int], nodes: int, each: int) -> int:
-    # *parts* of a copy are on nodes of different kinds, of which there are *nodes* in all
+    # *parts* of a copy are on nodes of different kinds; there are *nodes* in all
     def taken(copies: int) -> int:
         return sum(
             -(-copies // (each // gpus)) if gpus <= each else copies * -(-gpus // each)  # nodes of one kind

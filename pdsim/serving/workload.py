@@ -346,7 +346,7 @@ def _ramped(arrivals: Floats, ramp: float) -> Floats:
 
 
 _STEPS = 4096
-"""In a day, within each of which the rate of diurnal arrivals stays the same."""
+"""Equal parts of a day; the rate of diurnal arrivals is constant within each."""
 
 
 def _diurnal(arrivals: Floats, workload: Workload) -> Floats:

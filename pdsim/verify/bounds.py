@@ -25,7 +25,7 @@ class BoundsChecker:
 
     def __init__(self, report: Callable[[str, str], None]) -> None:
         self._report = report
-        self.moved: set[int] = set()  # rooms of which a transfer was posted
+        self.moved: set[int] = set()  # rooms that have posted a transfer
         self._members: dict[str, Any] = {}
         self._rooms: dict[int, Submit] = {}
         self._arrived: Counter[tuple[str, str, int, int]] = Counter()  # by rank, incarnation, room and writer

@@ -1,4 +1,4 @@
-"""Servers that lie: whatever bytes they answer with, each request ends with a reason, soon, and the run goes on."""
+"""Servers that lie: each request ends with a reason, soon, and the run goes on."""
 
 from __future__ import annotations
 
