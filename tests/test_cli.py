@@ -315,6 +315,35 @@ def test_ctrl_c_anywhere_leaves_the_status(tmp_path):
     assert (done.returncode, done.stderr) == (130, "")
 
 
+SWALLOWING = """\
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(10**6):
+        pass
+except BaseException:
+    pass
+"""
+
+IMPORTING = """\
+import sys, time
+from pdsim.cli.process import beginning, begun
+beginning()
+begun()
+try:
+    import swallowing
+    time.sleep(60)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+def test_ctrl_c_is_not_lost_in_an_import(tmp_path):
+    (tmp_path / "swallowing.py").write_text(SWALLOWING)
+    done = subprocess.run([sys.executable, "-c", IMPORTING], cwd=tmp_path, timeout=30, check=False)
+    assert done.returncode == 130
+
+
 def test_nothing_heavy_is_imported_by_a_simulation():
     status, _, err = answer("run", *QUICK, "--quiet", python=("-X", "importtime"))
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in err.splitlines() if "|" in line}

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import NoReturn, TextIO
 
 
@@ -52,7 +53,14 @@ def _terminated(number: int, _: object) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def _interrupt(*_: object) -> NoReturn:
+def _interrupt(_number: int, frame: FrameType | None) -> None:
+    # What an extension module imports may swallow an exception, as in Cython's modules, so the import ends first.
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            signal.signal(signal.SIGALRM, _interrupt)
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+            return
+        frame = frame.f_back
     raise Interrupted
 
 
