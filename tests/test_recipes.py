@@ -2,7 +2,7 @@
 """Command lines, scripts and YAML of deployments as configurations.
 
 Their shapes are those of public recipes: the docs of vLLM and SGLang, Dynamo's ``recipes/llama-3-70b`` and
-``recipes/deepseek-r1``, llm-d's ``guides/pd-disaggregation``.
+``recipes/deepseek-r1``, llm-d's ``guides/pd-disaggregation``.  `PUBLIC` has the commands of five files as they are.
 """
 
 import pytest
@@ -279,3 +279,192 @@ def test_the_command_prints_runs_and_writes(tmp_path, monkeypatch, capsys):
 def test_a_colocated_recipe_runs(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["recipe", text, "hw=8xh200", "workload=smoke", "workload.count=2", "--run"]) == 0
+
+
+GITHUB = "https://github.com"
+PUBLIC = {
+    f"{GITHUB}/ai-dynamo/dynamo/blob/main/recipes/deepseek-r1/sglang/disagg-8gpu/deploy.yaml": """
+kind: DynamoGraphDeployment
+spec:
+  services:
+    Frontend: {componentType: frontend, replicas: 1}
+    decode:
+      subComponentType: decode
+      replicas: 1
+      extraPodSpec:
+        mainContainer:
+          command: [python3, -m, dynamo.sglang]
+          args: [--model-path, deepseek-ai/DeepSeek-R1, --served-model-name, deepseek-ai/DeepSeek-R1, --tp, "8",
+            --dp, "8", --enable-dp-attention, --ep-size, "8", --trust-remote-code, --disaggregation-mode, decode,
+            --disaggregation-bootstrap-port, "30001", --mem-fraction-static, "0.75", --host, 0.0.0.0,
+            --prefill-round-robin-balance]
+    prefill:
+      subComponentType: prefill
+      replicas: 1
+      extraPodSpec:
+        mainContainer:
+          command: [python3, -m, dynamo.sglang]
+          args: [--model-path, deepseek-ai/DeepSeek-R1, --served-model-name, deepseek-ai/DeepSeek-R1, --tp, "8",
+            --ep-size, "8", --trust-remote-code, --disaggregation-mode, prefill, --disaggregation-bootstrap-port,
+            "30001", --mem-fraction-static, "0.75", --host, 0.0.0.0, --load-balance-method, round_robin]
+""",
+    f"{GITHUB}/ai-dynamo/dynamo/blob/main/recipes/qwen3-32b/vllm/disagg-kv-router/deploy.yaml": """
+kind: DynamoGraphDeployment
+spec:
+  services:
+    Frontend:
+      replicas: 1
+      extraPodSpec: {mainContainer: {command: [python, -m, dynamo.frontend], args: [--router-mode, kv]}}
+    VllmDecodeWorker:
+      extraPodSpec:
+        mainContainer:
+          args: [--model, Qwen/Qwen3-32B, --disaggregation-mode, decode, --kv-transfer-config,
+            '{"kv_connector":"NixlConnector","kv_role":"kv_both"}', --tensor-parallel-size, '2',
+            --no-enable-log-requests, --gpu-memory-utilization, '0.90', --no-enable-prefix-caching,
+            --async-scheduling, --block-size, '64', --hf-overrides, '{"rope_scaling":{"rope_type":"yarn",
+            "factor":4.0,"original_max_position_embeddings":32768},"max_position_embeddings":131072}',
+            --max-model-len, '131072']
+          command: [python3, -m, dynamo.vllm]
+      replicas: 2
+      subComponentType: decode
+    VllmPrefillWorker:
+      extraPodSpec:
+        mainContainer:
+          args: [--model, Qwen/Qwen3-32B, --disaggregation-mode, prefill, --kv-transfer-config,
+            '{"kv_connector":"NixlConnector","kv_role":"kv_both"}', --tensor-parallel-size, '2',
+            --no-enable-log-requests, --gpu-memory-utilization, '0.90', --async-scheduling, --block-size, '64',
+            --hf-overrides, '{"rope_scaling":{"rope_type":"yarn","factor":4.0,
+            "original_max_position_embeddings":32768},"max_position_embeddings":131072}', --max-model-len, '131072',
+            --kv-events-config, '{"publisher":"zmq","topic":"kv-events","endpoint":"tcp://*:20080",
+            "enable_kv_cache_events":true}']
+          command: [python3, -m, dynamo.vllm]
+      replicas: 6
+      subComponentType: prefill
+""",
+    f"{GITHUB}/llm-d/llm-d/tree/main/guides/wide-ep-lws/modelserver/gpu/sglang-deepseek-r1-0528": """
+kind: DisaggregatedSet
+spec:
+  roles:
+  - name: prefill
+    spec:
+      replicas: 1
+      leaderWorkerTemplate:
+        size: 2
+        workerTemplate:
+          spec:
+            containers:
+            - name: sglang
+              command: [/bin/bash, -c]
+              args:
+              - |-
+                find /dev/shm -type f -delete
+                exec python3 -m sglang.launch_server \\
+                  --model-path deepseek-ai/DeepSeek-R1-0528 --port 8000 --host 0.0.0.0 \\
+                  --nnodes ${LWS_GROUP_SIZE:-2} --node-rank ${LWS_WORKER_INDEX:-0} \\
+                  --dist-init-addr ${LWS_LEADER_ADDRESS}:20000 \\
+                  --tensor-parallel-size 8 --pipeline-parallel-size 2 --trust-remote-code \\
+                  --disaggregation-mode prefill --disaggregation-transfer-backend nixl \\
+                  --disaggregation-bootstrap-port 8998 --page-size 64 --log-level info --enable-metrics \\
+                  --uvicorn-access-log-exclude-prefixes /metrics
+  - name: decode
+    spec:
+      replicas: 1
+      leaderWorkerTemplate:
+        size: 2
+        workerTemplate:
+          spec:
+            initContainers: [{name: routing-proxy, args: [--port=8000, --kv-connector=sglang]}]
+            containers:
+            - name: sglang
+              command: [/bin/bash, -c]
+              args:
+              - |-
+                find /dev/shm -type f -delete
+                exec python3 -m sglang.launch_server \\
+                  --model-path deepseek-ai/DeepSeek-R1-0528 --port 8001 --host 0.0.0.0 \\
+                  --nnodes ${LWS_GROUP_SIZE:-2} --node-rank ${LWS_WORKER_INDEX:-0} \\
+                  --dist-init-addr ${LWS_LEADER_ADDRESS}:20000 \\
+                  --tensor-parallel-size 8 --pipeline-parallel-size 2 --trust-remote-code \\
+                  --disaggregation-mode decode --disaggregation-transfer-backend nixl \\
+                  --page-size 64 --log-level info --enable-metrics --uvicorn-access-log-exclude-prefixes /metrics
+""",
+    f"{GITHUB}/SemiAnalysisAI/InferenceX/blob/main/configs/nvidia-master.yaml#dsr1-fp8-h200-sglang": """
+dsr1-fp8-h200-sglang:
+  image: lmsysorg/sglang:v0.5.12-cu130
+  model: deepseek-ai/DeepSeek-R1-0528
+  runner: h200
+  precision: fp8
+  framework: sglang
+  multinode: false
+  scenarios:
+    fixed-seq-len:
+    - {isl: 8192, osl: 1024, search-space: [{tp: 8, conc-start: 4, conc-end: 64}]}
+""",
+    f"{GITHUB}/SemiAnalysisAI/InferenceX/blob/main/configs/nvidia-master.yaml#dsr1-fp8-h200-dynamo-sglang": """
+dsr1-fp8-h200-dynamo-sglang:
+  image: lmsysorg/sglang:v0.5.8.post1-cu130
+  model: deepseek-ai/DeepSeek-R1-0528
+  runner: h200-multinode
+  precision: fp8
+  framework: dynamo-sglang
+  kv-p2p-transfer: nixl
+  disagg: true
+  scenarios:
+    fixed-seq-len:
+    - isl: 8192
+      osl: 1024
+      search-space:
+      - conc-list: [64, 128, 256]
+        prefill: {num-worker: 1, tp: 8, ep: 1, dp-attn: false}
+        decode: {num-worker: 1, tp: 8, ep: 8, dp-attn: true}
+""",
+}
+LOAD = (
+    "workload=sessions workload.users={0} workload.turns=1 workload.think=0s workload.ramp=0s workload.shared=0 "
+    "workload.count={0}0 workload.input_mean=7372.8 workload.input_cv=0.064 workload.output_mean=921.6 "
+    "workload.output_cv=0.064 cache=sglang"
+)
+MEANS = (
+    "engine=sglang model=deepseek-v3 parallel.decode.tp=8 parallel.decode.dp=8 parallel.decode.ep=8 "
+    "parallel.prefill.tp=8 parallel.prefill.ep=8 scheduler.memory_fraction=0.75 cache=sglang "
+    "backend=mooncake",
+    "engine=vllm model=qwen3-32b parallel.decode.tp=2 parallel.decode.instances=2 parallel.prefill.tp=2 "
+    "parallel.prefill.instances=6 kv.page_size=64 scheduler.memory_fraction=0.9 model.context=131072 cache=vllm "
+    "compute.graph_tokens=512 backend=nixl_vllm",
+    "engine=sglang model=deepseek-v3 parallel.prefill.tp=8 parallel.prefill.pp=2 parallel.decode.tp=8 "
+    "parallel.decode.pp=2 kv.page_size=64 cache=sglang backend=nixl_sglang",
+    f"engine=sglang model=deepseek-v3 {ONE} parallel.decode.tp=8 parallel.prefill.tp=8 {LOAD.format(4)}",
+    "engine=sglang model=deepseek-v3 parallel.prefill.tp=8 parallel.decode.tp=8 parallel.decode.dp=8 "
+    f"parallel.decode.ep=8 {LOAD.format(64)} backend=nixl_sglang",
+)
+
+
+@pytest.mark.parametrize(("text", "means"), [*zip(PUBLIC.values(), MEANS, strict=True)], ids=range(5))
+def test_public_files_are_read_as_they_are_and_run(text, means, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert " ".join(translated(servers(text)).words) == means
+    (tmp_path / "deploy.yaml").write_text(text)
+    assert main(["recipe", "deploy.yaml", "hw=8xh200", "hw.nodes=4", "workload.count=2", "--run"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: {framework: vllm}\nb: {framework: sglang}", "the matrix has 2 entries; give the text of one"),
+        ("a: {framework: trt}", "framework: trt is not read; give an entry of vllm or sglang"),
+        ("a: {framework: vllm, model: a/b}", "the entry of the matrix is not whole: KeyError"),
+    ],
+)
+def test_of_a_matrix_one_whole_entry_is_read(text, said):
+    with pytest.raises(ConfigError, match=said):
+        servers(text)
+
+
+@pytest.mark.parametrize("start", ["vllm serve", "python -m sglang.launch_server --model-path"])
+def test_engines_do_not_connect_sides_of_two_kv_types(start):
+    sides = "\n".join(
+        f"{start} Qwen/Qwen3-8B --disaggregation-mode {side} --kv-cache-dtype {kind}"
+        for side, kind in (("prefill", "bfloat16"), ("decode", "fp8_e4m3"))
+    )
+    with pytest.raises(ConfigError, match="--kv-cache-dtype is bfloat16 of prefill and fp8_e4m3 of decode"):
+        translated(servers(sides))

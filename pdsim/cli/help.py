@@ -241,7 +241,7 @@ usage: pdsim recipe TEXT|FILE ... [KEY=VALUE ...] [OPTION ...]
 
   pdsim recipe "vllm serve Qwen/Qwen3-8B" hw=1xh100                a server of its own
   pdsim recipe prefill.sh decode.sh hw=8xh200 --run                prefill and decode servers, and run them
-  pdsim recipe deploy.yaml hw=2x8xh200 -o deployment.yaml          Kubernetes, LeaderWorkerSet, Dynamo, llm-d
+  pdsim recipe deploy.yaml hw=2x8xh200 -o deployment.yaml          Kubernetes, LWS, Dynamo, llm-d, InferenceX
   pdsim recipe --to vllm results/serve-...                         the launch commands of a kept run
 
 Prints what each flag decides, which flags have no effect on times, and which are not modelled.  TEXT is a command

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A deployment's own words as a configuration: command lines of vLLM and SGLang, scripts and YAML with them.
 
-`servers` finds the servers in a text: a command line, a shell script, or the YAML of Kubernetes, LeaderWorkerSet,
-Dynamo or llm-d.  `translated` says what each flag becomes: ``flags.txt`` has those of the known releases, each with
-the key that it decides.
+`servers` finds the servers in a text: a command line, a shell script, the YAML of Kubernetes, LeaderWorkerSet,
+Dynamo or llm-d, or an entry of InferenceX's matrix.  `translated` says what each flag becomes: ``flags.txt`` has
+those of the known releases, each with the key that it decides.
 """
 
 from __future__ import annotations
@@ -175,7 +175,51 @@ def _of_yaml(text: str) -> Iterator[Server]:
     except yaml.YAMLError:
         return  # a script or a command line
     for document in documents:
-        yield from _below(document, Server("", {}))
+        yield from _of_matrix(document) or _below(document, Server("", {}))
+
+
+def _of_matrix(document: Any) -> list[Server]:
+    # an entry of InferenceX's configs/*-master.yaml: the first point of its first lengths; [] of other YAML
+    if not isinstance(document, dict):
+        return []
+    inner = (each for each in document.values() if isinstance(each, dict) and "framework" in each)
+    entries = [document] if "framework" in document else list(inner)
+    if not entries:
+        return []
+    if len(entries) > 1:
+        raise ConfigError(f"the matrix has {len(entries)} entries; give the text of one")
+    (entry,) = entries
+    engine = str(entry["framework"]).removeprefix("dynamo-")
+    if engine not in ALIASES:
+        raise ConfigError(f"framework: {entry['framework']} is not read; give an entry of vllm or sglang")
+    try:
+        lengths = entry["scenarios"]["fixed-seq-len"][0]
+        point = lengths["search-space"][0]
+        users = point["conc-list"][0] if "conc-list" in point else point["conc-start"]
+        load = {"isl": str(lengths["isl"]), "osl": str(lengths["osl"]), "conc": str(users)}
+        more = {"spec-decoding": str(point["spec-decoding"])} if point.get("spec-decoding", "none") != "none" else {}
+        sides = {role: point[role] for role in ("prefill", "decode") if role in point} or {"": point}
+        made = []
+        for role, side in sides.items():
+            model = {"model" if engine == "vllm" else "model-path": str(entry["model"])}
+            flags = model | _point(engine, side) | load | more
+            if role and engine == "vllm" and entry.get("kv-p2p-transfer", "nixl") == "nixl":
+                flags["kv-transfer-config"] = '{"kv_connector": "NixlConnector"}'
+            elif role and "kv-p2p-transfer" in entry:
+                flags["disaggregation-transfer-backend"] = str(entry["kv-p2p-transfer"])
+            made.append(Server(engine, flags, int(side.get("num-worker", 1)), role))
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise ConfigError(f"the entry of the matrix is not whole: {error!r}; give it as InferenceX has it") from None
+    return [one for one in made if one.instances]
+
+
+def _point(engine: str, side: Mapping[str, Any]) -> dict[str, str]:
+    tp, ep = int(side["tp"]), int(side.get("ep", 1))
+    if engine == "sglang":
+        flags = {"tensor-parallel-size": str(tp)} | ({"expert-parallel-size": str(ep)} if ep > 1 else {})
+        return flags | ({"data-parallel-size": str(tp), "enable-dp-attention": ""} if side.get("dp-attn") else {})
+    flags = {"tensor-parallel-size": "1", "data-parallel-size": str(tp)} if side.get("dp-attn") else {}
+    return (flags or {"tensor-parallel-size": str(tp)}) | ({"enable-expert-parallel": ""} if ep > 1 else {})
 
 
 def _below(node: Any, around: Server) -> Iterator[Server]:
@@ -237,7 +281,7 @@ def _flags(engine: str, words: Sequence[str]) -> dict[str, str]:
 def known() -> dict[str, dict[str, str]]:
     """Return by engine the key that each of its flags decides, as ``parallel.{side}.tp``, or "".
 
-    Flags that only Dynamo has are under ``dynamo``.
+    Flags that only Dynamo has are under ``dynamo``, what InferenceX's matrix says of the load under ``inferencex``.
     """
     names: dict[str, dict[str, str]] = {}
     for line in (Path(__file__).parent / "flags.txt").read_text(encoding="utf-8").splitlines():
@@ -274,7 +318,7 @@ def translated(every: Sequence[Server], hw: str = "", ignore_unknown: bool = Fal
     words = tuple(f"{key}={value}" for key, value in config.items())
     taken: list[tuple[str, str, str]] = []
     timeless, unmodelled, unknown = list[str](), list[str](), list[str]()
-    flags = known()["dynamo"] | dict.fromkeys(ALIASES[engine], "") | known()[engine]
+    flags = known()["dynamo"] | known()["inferencex"] | dict.fromkeys(ALIASES[engine], "") | known()[engine]
     for side, server in by_side.items():
         for flag, value in server.flags.items():
             typed = f"--{flag} {value}".strip()
@@ -308,6 +352,13 @@ _NUMBERS = (
 def _whole(engine: str, by_side: Mapping[str, Server], instances: Mapping[str, int]) -> dict[str, Any]:
     pair = "server" not in by_side
     prefill, decode = (by_side.get(side) or by_side["server"] for side in ("prefill", "decode"))
+    # vllm's nixl/metadata.py and sglang's disaggregation/common/conn.py compare it; nobody converts
+    types = [server.flags.get("kv-cache-dtype", "auto") for server in (prefill, decode)]
+    if types[0] != types[1]:
+        raise ConfigError(
+            f"--kv-cache-dtype is {types[0]} of prefill and {types[1]} of decode, which {engine} does not connect; "
+            "give both the same"
+        )
     config: dict[str, Any] = {"engine": engine, **_model(prefill, engine)}
     if not pair:
         config |= {"experiment.deployment": "colocated", "experiment.engines": 1}
@@ -329,6 +380,12 @@ def _whole(engine: str, by_side: Mapping[str, Server], instances: Mapping[str, i
                 groups = int(server.flags.get("data-parallel-size", 1)) if shared else 1
                 if number > 0:  # -1 is the engine's own choice
                     config[key] = max(1, int(number) // groups) if number == int(number) else number
+    if "conc" in decode.flags:  # lengths of 0.8 to 1 times those written, ten requests a user
+        config |= {"workload": "sessions", "workload.users": int(decode.flags["conc"]), "workload.turns": 1,
+                   "workload.think": "0s", "workload.ramp": "0s", "workload.shared": 0,
+                   "workload.count": 10 * int(decode.flags["conc"])}  # fmt: skip
+        for name, flag in (("input", "isl"), ("output", "osl")):
+            config |= {f"workload.{name}_mean": 0.9 * int(decode.flags[flag]), f"workload.{name}_cv": 0.064}
     off = {"vllm": "no-enable-prefix-caching", "sglang": "disable-radix-cache"}[engine]
     # pdsim's prefix caches keep no state beside KV
     config["cache"] = "none" if off in prefill.flags or _shipped(config["model"]).get("hybrid") else engine
