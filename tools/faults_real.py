@@ -86,7 +86,7 @@ def table(files: Sequence[Path] = (STORED,)) -> Iterator[str]:
     sums = {name: Counter[str]() for name in engines}
     for each in rows:
         for key in (*KINDS, "requests", *NUMBERS, *CHECKS):
-            sums[each["engine_name"]][key] += int(each[key])
+            sums[each["engine_name"]][key] += int(each.get(key) or 0)  # a file may be older than a kind
         sums[each["engine_name"]]["jobs"] += 1
         sums[each["engine_name"]]["seconds"] += round(float(each["seconds"]))
     columns = [*sums.values(), sum(sums.values(), Counter[str]())]

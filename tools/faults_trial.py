@@ -25,7 +25,7 @@ from pdsim.transfer.job import Outcome, RankResult, RankSpec
 CHECKS = ("violations", "bytes_lost", "leaks", "hangs", "crashes", "leftovers")
 """Counts that must be 0; see `attempt`."""
 
-KINDS = ("SIGKILL", "restart", "SIGSTOP", "SIGCONT", "link cut", "link stalled")
+KINDS = ("SIGKILL", "restart", "SIGSTOP", "SIGCONT", "link cut", "link stalled", "leave")
 """Kinds of faults."""
 
 PAGE = 16
@@ -67,6 +67,7 @@ class Plan:
     restart: dict[str, float] = field(default_factory=dict)
     pause: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     changes: list[LinkChange] = field(default_factory=list)
+    leave: dict[str, float] = field(default_factory=dict)  # instances, and when they begin to drain
 
     @property
     def ranks(self) -> list[str]:
@@ -79,6 +80,7 @@ class Plan:
         for start, end in (span for times in self.pause.values() for span in times):
             moments += [("SIGSTOP", start), ("SIGCONT", end)]
         moments += [({"cut": "link cut", "stall": "link stalled"}[each.kind], each.start) for each in self.changes]
+        moments += [("leave", at) for at in self.leave.values()]
         return Counter(kind for kind, at in moments if at <= until)
 
     @property
@@ -136,7 +138,17 @@ def draw(seed: int) -> Plan:
             plan.kill[ROUTER] = at
         else:
             plan.pause[ROUTER] = [(at, at + float(chance.uniform(0.05, 0.8)))]
+    _have_leave(plan, np.random.default_rng([31, seed]))
     return plan
+
+
+def _have_leave(plan: Plan, chance: np.random.Generator) -> None:
+    # Half of the instances that nothing else disturbs; each joins again when it must have ended, unless it stayed.
+    for name in plan.ranks:
+        at = float(chance.uniform(_FIRST, _LAST))
+        if name not in {*plan.kill, *plan.pause} and chance.random() < 0.5:
+            plan.leave[instance_of(name)] = at
+            plan.restart[name] = at + 2 * DEADLINE + 1.0
 
 
 def _disturb(plan: Plan, name: str, fate: str, chance: np.random.Generator) -> None:
@@ -216,6 +228,7 @@ def job(plan: Plan) -> tuple[Processes, list[RankSpec]]:
     router, *others = serve.specs(config, what, plan.requests)
     program = "experiments.faults.programs:router"
     arguments = {"calm": plan.calm, "linger": LINGER, "expected": plan.expected, "patience": RECOVERY}
+    arguments["drains"] = [(instance, at, DEADLINE) for instance, at in plan.leave.items()]
     router = replace(router, program=program, arguments={**router.arguments, **arguments})
     backend = replace(config.backend, timeout=TIMEOUT)
     target = Processes(backend, deadline=LIMIT, device_capacity=1 << 28, link=config.hw.link, nodes=config.hw.nodes)

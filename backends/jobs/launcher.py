@@ -91,9 +91,10 @@ class Processes:
     ) -> Outcome:
         """Run *ranks* until all have ended; *kill* ends some by SIGKILL, name to seconds after the start.
 
-        *restart* likewise starts a rank again, once it has been killed or ended by an error, as a new process that
-        the others hear of.  Its result is that of its last incarnation; transfers of one that was killed are
-        lost with it. *pause* stops ranks by SIGSTOP, each from one time to another, when SIGCONT lets it go on.
+        *restart* likewise starts a rank again, once it was killed, or has ended by an error or before then, as a new
+        process that the others hear of.  Its result is that of its last incarnation; transfers of one that was
+        killed are lost with it. *pause* stops ranks by SIGSTOP, each from one time to another, when SIGCONT lets it
+        go on.
 
         Raise `BackendUnavailable` or a `ConfigError` if the engine or the configuration keeps a rank from starting,
         and another `TransferError` if something else does.
@@ -288,13 +289,16 @@ class _ProcessJob:
         self, kill: dict[str, float], restart: dict[str, float], signals: list[tuple[float, str, int]]
     ) -> None:
         deadline, silence = self._target.deadline, self._target.silence
+        left = set[str]()  # ranks that ended in order before they were to start again
         while not all(child.ended for child in self._children.values()):
             now = time.monotonic() - self._origin
             for name, child in tuple(self._children.items()):
                 if kill.get(name, now + 1) <= now:
                     del kill[name]
                     child.end(f"killed by signal {signal.SIGKILL:d}, as was asked for")
-                failed = child.ended and (child.done is None or child.done.error)
+                failed = child.ended and (child.done is None or child.done.error or name in left)
+                if child.ended and restart.get(name, now) > now:
+                    left.add(name)
                 if now >= deadline:
                     child.end(f"TransferTimeout: not done after {deadline:g} s, and killed{child.tail()}")
                 elif restart.get(name, now + 1) <= now and failed:

@@ -119,6 +119,7 @@ class Causes:
         self._models = [each for each in (scenario.engine.intra, scenario.engine.inter) if each is not None]
         self._disturbed = _disturbances(scenario)
         self._outages: dict[str, Span] = {}
+        self._left: dict[str, Span] = {}  # instances, from when they left until they must be connected again
         self._histories: list[History] = []
         self._statuses: list[str] = []
         self._held: Set[int] = frozenset()
@@ -160,6 +161,12 @@ class Causes:
             return [] if ROUTER in self._scenario.kill else [""] * len(self._scenario.requests)
         dead = [name for name, rank in outcome.ranks.items() if rank.error]
         self._outages = outages(self._scenario.kill, self._scenario.restart, dead, self._scenario.faults.absences)
+        again = self._scenario.restart
+        self._left = {
+            name: Span(at, max(again[rank] for rank in self._scenario.job.ranks(name)) + RECONNECTED)
+            for at, name, what in value["changes"]
+            if what == "left"
+        }
         self._histories = [History(ended, [tuple(row) for row in rows]) for ended, rows in value["histories"]]
         self._statuses = [row[3] for row in value["rows"]]
         self._held = held
@@ -232,9 +239,10 @@ class Causes:
 
     def _lost(self, status: str, past: History) -> bool:
         if re.search(r"no \w+ instance is left", status):
-            out = [name for name in self._instances if self._is_out(name, past.ended, past.ended)]
+            out = {name for name in self._instances if self._is_out(name, past.ended, past.ended)}
+            left = {name for name, span in self._left.items() if span.reaches(past.ended, past.ended)}
             sides = self._scenario.job.prefills, self._scenario.job.decodes
-            return any(all(name in out for name in side) for side in sides)
+            return any(out & {*side} and out | left >= {*side} for side in sides)
         named = _INSTANCE.search(status)
         return named is not None and named[0] in past.instances and self._is_out(named[0], past.began, past.ended)
 

@@ -35,6 +35,7 @@ def router(
     job: Mapping[str, Any],
     requests: Sequence[Sequence[float]],
     leaves: Sequence[Sequence[float]] = (),
+    drains: Sequence[tuple[str, float, float]] = (),
     calm: float,
     linger: float = LINGER,
     expected: Sequence[str] = (),
@@ -48,7 +49,7 @@ def router(
     request the time at which it ended and a row for each time that it was sent out: when, in which room, to which
     two instances.
     """
-    quiet = _QuietRouter(rank, Deployment.from_plain(job), requests, leaves)
+    quiet = _QuietRouter(rank, Deployment.from_plain(job), requests, leaves, (), drains)
     quiet.calm, quiet.linger, quiet.patience, quiet.expected = calm, linger, patience, frozenset(expected)
     return (yield from quiet.run())
 

@@ -9,7 +9,7 @@ Deployments are tiny: contention, preemption and wrap-around are more frequent t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import fields, replace
 from math import inf
 from typing import Any, NamedTuple
@@ -73,6 +73,7 @@ KINDS = {
     "siblings": "all instances of a side are lost, and start again",
     "stale": "messages of a killed rank arrive after its restart",
     "rings": "staged writes end late",
+    "changes": "instances drain and leave while requests are served, and join again",
 }
 """The kinds of faults and unusual circumstances, and their effects: the table of `docs/faults.md`.
 
@@ -161,6 +162,13 @@ _GATHER_SIDES = (
     (Side(tp=1, cp=4), Side(tp=1, instances=2)),
     (Side(tp=1, cp=2, instances=2), Side(tp=2)),
 )
+_PAIRS = (  # of several instances on at least one side
+    (Side(tp=1, instances=2), Side(tp=1, instances=2)),
+    (Side(tp=2, instances=2), Side(tp=1, instances=2)),
+    (Side(tp=1, instances=3), Side(tp=2)),
+    (Side(tp=1), Side(tp=2, instances=3)),
+)
+_GATHER_PAIRS = ((Side(tp=1, cp=2, instances=2), Side(tp=1, instances=2)),)
 _LINES = CollectiveModel(path="nvlink", pattern="ring", latency=1e-4, step=2e-5, rate=2e6)
 _LIBRARY = Collective(
     name="trial", implementation="trial", plain=_LINES, symmetric=_LINES, pool=1 << 14, grow_latency=1e-4,
@@ -218,6 +226,10 @@ def draw(seed: int, count: int, intensity: float, without: frozenset[str] = froz
         config = _gathering(config, chosen("gathers", _GATHER_SIDES), random("gathers.memory"))
     if "caches" in kinds and config.model.hybrid is not None:  # a prefix cache keeps no state beside KV
         config = replace(config, model=_LLM)
+    both = config.parallel.prefill, config.parallel.decode
+    if "changes" in kinds and max(side.instances * side.dp for side in both) == 1:  # somebody serves meanwhile
+        prefill, decode = chosen("changes.sides", _GATHER_PAIRS if gathers else _PAIRS)
+        config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
     asks = config.parallel.prefill.dp > 1 and random("query").random() < 0.5
     job = serve.job(config, serve.ServeOptions(deadline=DEADLINE, dp_rank="query" if asks else "room"))
     job = _squeezed(job, geometry, chosen("policies", _MESSAGE_POLICIES) if "policies" in kinds else None)
@@ -252,6 +264,10 @@ def draw(seed: int, count: int, intensity: float, without: frozenset[str] = froz
     kill, restart = _losses(random, kinds, job, ranks, span, faults)
     if "stale" in kinds:
         faults = replace(faults, stale=tuple(_stale(random("stale"), ranks, kill, restart, requests[0].arrival)))
+    drains = _drains(random, job, span, {*kill, *(each.rank for each in faults.absences)})
+    drains = drains if "changes" in kinds else {}
+    for instance, at in drains.items():  # by then it has ended, or it stays
+        restart |= dict.fromkeys(job.ranks(instance), at + 2 * DEADLINE + 1.0)
     ends = [each.end for each in (*faults.slow, *faults.squeezes, *faults.absences)]
     calm = max([requests[-1].arrival, *kill.values(), *restart.values(), *ends]) + DEADLINE
     specs = serve.specs(config, job, requests)
@@ -262,6 +278,7 @@ def draw(seed: int, count: int, intensity: float, without: frozenset[str] = froz
     if "nodes" in kinds:
         faults = replace(faults, squeezes=tuple(_beside(squeeze, specs) for squeeze in faults.squeezes))
     arguments = dict(specs[0].arguments) | {"leaves": [[number, at] for number, at in cancels.items()], "calm": calm}
+    arguments |= {"drains": [(instance, at, DEADLINE) for instance, at in drains.items()]}
     specs[0] = replace(specs[0], program="experiments.faults.programs:router", arguments=arguments)
     sides = f"{_side(config.parallel.prefill)} to {_side(config.parallel.decode)}"
     text = f"{sides}, page_size={job.page_size}, pages={job.prefill_pages}/{job.decode_pages}"
@@ -465,6 +482,16 @@ def _losses(
     if "router" in kinds:
         kill[ROUTER] = float(random("router").uniform(0.0, span))
     return kill, restart
+
+
+def _drains(random: Draw, job: Deployment, span: float, disturbed: Collection[str]) -> dict[str, float]:
+    # One to all instances that nothing else ends, half of the time at the same instant.
+    own, lost = random("changes"), {instance_of(name) for name in disturbed}
+    able = [name for name in (*job.prefills, *job.decodes) if name not in lost]
+    many = int(own.integers(1, max(1, len(able)) + 1))
+    chosen = [able[number] for number in sorted(own.permutation(len(able))[:many].tolist())]
+    times = own.uniform(0.0, span, len(chosen)).tolist()
+    return dict(zip(chosen, times[:1] * len(chosen) if own.random() < 0.5 else times, strict=True))
 
 
 def _stale(

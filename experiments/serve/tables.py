@@ -242,12 +242,16 @@ def of_autoscale(
         mean_running = ran / seconds if seconds else 0.0
         hours += ran * grid.size / 3600
         fixed += seconds * len(names) * grid.size / 3600
-        starts = sum(what == "starting" for _, name, what in changes if name in names)
-        rows.append([side, len(names), fewest, most, mean_running, starts])
-        words.append(f"{fewest} to {most} {side} (mean {mean_running:.2f} of {len(names)}, {starts} starts)")
+        kinds = [what for _, name, what in changes if name in names]
+        starts, switches = kinds.count("starting"), kinds.count("switching")
+        rows.append([side, len(names), fewest, most, mean_running, starts, switches])
+        more = f", {switches} switched to it" if switches else ""
+        words.append(f"{fewest} to {most} {side} (mean {mean_running:.2f} of {len(names)}, {starts} starts{more})")
+    if job.autoscale.gpus:
+        fixed = min(fixed, seconds * job.autoscale.gpus / 3600)
     metrics = [
         Metric("gpu_hours", hours, "of instances that start, serve or drain, until the last token"),
-        Metric("gpu_hours_fixed", fixed, "of all instances until the last token"),
+        Metric("gpu_hours_fixed", fixed, "of all instances, or of autoscale.gpus, until the last token"),
     ]
     columns = {
         "side": "of the deployment",
@@ -255,7 +259,8 @@ def of_autoscale(
         "fewest": "that ran at a time",
         "most": "that ran at a time",
         "mean": "that ran, over time",
-        "starts": "that the policy asked for",
+        "starts": "that the policy asked for, on free GPUs",
+        "switches": "on GPUs that the other side had just left",
     }
     share = f" ({100 * (1 - hours / fixed):.0f} % saved)" if fixed else ""
     note = f"autoscale: {hours:.1f} of {fixed:.1f} GPU-hours{share}; {'; '.join(words)}"

@@ -301,6 +301,10 @@ def _autoscale(config: Config) -> Iterator[str]:
     for name in ("prefill", "decode"):
         if how.least > (most := getattr(parallel, name).instances):
             yield f"autoscale.least must be <= parallel.{name}.instances={most}, got {how.least}"
+    sides = parallel.prefill, parallel.decode
+    fewest = how.least * sum(side.gpus // side.instances for side in sides)
+    if 0 < how.gpus < fewest:
+        yield f"autoscale.gpus={how.gpus} must be 0 or >= {fewest}, for autoscale.least={how.least} of each side"
 
 
 def _serving(config: Config) -> Iterator[str]:

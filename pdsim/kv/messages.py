@@ -109,6 +109,10 @@ class Stop(KvMessage, frozen=True):
     """The router to every rank: nothing more will come."""
 
 
+class Leave(KvMessage, frozen=True):
+    """The router to the leader of an instance without requests: it is no member any more, and ends."""
+
+
 # --- a request -----------------------------------------------------------------------------------------------------
 
 

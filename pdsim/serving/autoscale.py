@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, cast
 
 from pdsim.core import plugins
-from pdsim.core.units import PositiveInt, Seconds
+from pdsim.core.units import NotNegativeInt, PositiveInt, Seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,11 @@ class Autoscale:
     sample: Annotated[Seconds, "> 0"] = 10.0
     start: Seconds = 120.0  # assumed: from the decision until an instance serves: weights, graphs, warm-up
     least: PositiveInt = 1  # instances of each side
+    # that run at most, of both sides, those that drain or start too (Dynamo's max_gpu_budget); an instance may then
+    # start on GPUs that one of the other side has left, a role switch; 0: all
+    gpus: NotNegativeInt = 0
+    # assumed: in place of start for such an instance, whose weights are loaded: new graphs, registration
+    switch: Seconds = 30.0
 
 
 class FleetView(NamedTuple):
@@ -45,6 +50,21 @@ Policy = Callable[..., tuple[int, int]]
 def policy_of(name: str) -> Policy:
     """Return the policy called *name*.  Raise a `ConfigError` if there is none."""
     return cast("Policy", plugins.resolve(plugins.AUTOSCALERS, name))
+
+
+def within(wanted: tuple[int, int], least: int, each: tuple[int, int], gpus: int) -> tuple[int, int]:
+    """Return how many instances to run of those *wanted*, so that all of *each* so many GPUs take at most *gpus*.
+
+    Both sides lose in proportion, as in Dynamo's planner, but keep *least*; 0 GPUs are no limit.
+
+    >>> within((4, 4), 1, (2, 2), 8), within((1, 7), 1, (2, 2), 8), within((1, 2), 1, (2, 2), 8)
+    ((2, 2), (1, 3), (1, 2))
+    """
+    prefill, decode = (max(number, least) for number in wanted)
+    if gpus and (total := prefill * each[0] + decode * each[1]) > gpus:
+        prefill = min(max(least, round(prefill * gpus / total)), (gpus - least * each[1]) // each[0])
+        decode = min(decode, (gpus - prefill * each[0]) // each[1])
+    return prefill, decode
 
 
 def schedule(view: FleetView, *, steps: Sequence[Sequence[float]], day: float = 86400.0) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pdsim.kv.messages import instance_of
-from pdsim.serving.autoscale import FleetView, policy_of
+from pdsim.serving.autoscale import FleetView, policy_of, within
 from pdsim.serving.membership import InstanceRegistry
 from pdsim.serving.rank_process import RankProcess
 
@@ -17,23 +17,39 @@ class Fleet:
 
     Life of an instance: serving ─► draining ─► off ─► starting ─► serving.  One that drains gets no more requests,
     finishes those that it has, and serves again at once if it is needed.  *resting* holds all that do not serve.
+    Those that are not off have at most *gpus* GPUs, an instance *each* so many; without *each* there is no limit.
     """
 
-    def __init__(self, sides: tuple[Sequence[str], Sequence[str]], resting: set[str]) -> None:
+    def __init__(
+        self,
+        sides: tuple[Sequence[str], Sequence[str]],
+        resting: set[str],
+        each: tuple[int, int] = (0, 0),
+        gpus: int = 0,
+    ) -> None:
         self.resting = resting
+        self._each = each
+        self._gpus = gpus
         self.draining: list[str] = []
         self.starting: list[str] = []
         self.changes: list[tuple[float, str, str]] = []  # seconds, instance, and what it is from then on
         self.sides = sides
 
-    def scale(self, wanted: tuple[int, int], least: int, load: Mapping[str, float], now: float) -> list[str]:
+    def scale(
+        self,
+        wanted: tuple[int, int],
+        least: int,
+        load: Mapping[str, float],
+        now: float,
+        how: str = "starting",
+    ) -> list[str]:
         """Start and drain until *wanted* instances of each side run, at least *least*; return those that start.
 
         *load* has the instances that are there, and how busy each is: the least busy drains first, of equals
-        the last.
+        the last.  What there are no GPUs for does not start.  *how* goes into `changes`.
         """
         begun = []
-        for names, number in zip(self.sides, wanted, strict=True):
+        for side, (names, number) in enumerate(zip(self.sides, wanted, strict=True)):
             number = max(number, least)
             serving = [name for name in names if name in load and name not in self.resting]
             off = [name for name in names if name in load and name in self.resting and name not in self.starting]
@@ -43,16 +59,22 @@ class Fleet:
                 if name in self.draining:
                     self.draining.remove(name)
                     self.serve(name, now)
-                else:
+                elif self._free() >= self._each[side]:
                     self.starting.append(name)
                     begun.append(name)
-                    self.changes.append((now, name, "starting"))
+                    self.changes.append((now, name, how))
             serving.sort(key=lambda name: (load[name], -names.index(name)))
             for name in serving[: max(0, running - number)]:
                 self.resting.add(name)
                 self.draining.append(name)
                 self.changes.append((now, name, "draining"))
         return begun
+
+    def _free(self) -> int:
+        # GPUs of instances that are off, of those that may run.
+        off = self.resting.difference(self.draining, self.starting)
+        on = [sum(name not in off for name in names) for names in self.sides]
+        return self._gpus - on[0] * self._each[0] - on[1] * self._each[1]
 
     def serve(self, name: str, now: float) -> None:
         """Let *name*, which has started, serve."""
@@ -61,11 +83,13 @@ class Fleet:
         self.resting.discard(name)
         self.changes.append((now, name, "serving"))
 
-    def rest(self, busy: Callable[[str], bool], now: float) -> None:
-        """Take off what drains and is not *busy* any more."""
-        for name in [name for name in self.draining if not busy(name)]:
+    def rest(self, busy: Callable[[str], bool], now: float) -> bool:
+        """Take off what drains and is not *busy* any more; return whether there was any."""
+        idle = [name for name in self.draining if not busy(name)]
+        for name in idle:
             self.draining.remove(name)
             self.changes.append((now, name, "off"))
+        return bool(idle)
 
 
 class Autoscaler:
@@ -75,7 +99,11 @@ class Autoscaler:
     """
 
     def __init__(self, process: RankProcess, registry: InstanceRegistry, rooms: Mapping[int, Any]) -> None:
-        self.fleet = Fleet((registry.prefills.names, registry.decodes.names), registry.resting)
+        job = process.job
+        sides, each = (registry.prefills.names, registry.decodes.names), (job.prefill.size, job.decode.size)
+        gpus = job.autoscale.gpus
+        self.fleet = Fleet(sides, registry.resting, each if gpus else (0, 0), gpus)
+        self._wanted = len(sides[0]), len(sides[1])  # instances, by the last decision
         self._process = process
         self._registry = registry
         self._rooms = rooms
@@ -92,12 +120,16 @@ class Autoscaler:
         self._decide()
 
     def rest(self) -> None:
-        """Take off what drains and has no request any more: prefill has none whose KV is transferred."""
+        """Take off what drains and has no request any more: prefill has none whose KV is transferred.
+
+        An instance of the other side may wait for its GPUs.
+        """
         if self.fleet.draining:
             rooms = self._rooms.values()
             busy = {instance_of(each.decode) for each in rooms}
             busy |= {instance_of(each.prefill) for each in rooms if not each.prefilled}
-            self.fleet.rest(busy.__contains__, self._now())
+            if self.fleet.rest(busy.__contains__, self._now()) and self._how.gpus:
+                self._scale("switching", self._how.switch)
 
     def _now(self) -> float:
         return self._process.clock.now - self._start
@@ -108,11 +140,17 @@ class Autoscaler:
         means = [[self._sums.get(name, 0.0) / max(1, self._looks) for name in names] for names in serving]
         prefill, decode = (sum(name in fleet.starting for name in names) for names in fleet.sides)
         wanted = self._policy(FleetView(self._now(), means[0], means[1], (prefill, decode)), **self._how.options)
-        for name in fleet.scale(wanted, self._how.least, load, self._now()):
-            self._after(self._how.start, lambda name=name: fleet.serve(name, self._now()))  # type: ignore[misc]
+        each = self._process.job.prefill.size, self._process.job.decode.size
+        self._wanted = within(wanted, self._how.least, each, self._how.gpus)
+        self._scale("starting", self._how.start)
         self.rest()
         self._sums, self._looks, self._next = {}, 0, self._now() + self._how.every
         self._after(min(self._how.sample, self._how.every), self._look)
+
+    def _scale(self, how: str, seconds: float) -> None:
+        fleet, load = self.fleet, {**self._registry.prefills.load, **self._registry.decodes.load}
+        for name in fleet.scale(self._wanted, self._how.least, load, self._now(), how):
+            self._after(seconds, lambda name=name: fleet.serve(name, self._now()))  # type: ignore[misc]
 
     def _look(self) -> None:
         waiting = dict.fromkeys(self._registry.prefills.load, -1)

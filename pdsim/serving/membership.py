@@ -7,7 +7,7 @@ epoch, which counts how often all of its ranks had registered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +18,13 @@ from pdsim.kv.messages import (
     Gone,
     KvMessage,
     KvSpec,
+    Leave,
     RegisterRank,
     RoomLocations,
     RoomQuery,
     incarnation_name,
     instance_of,
+    leader,
     rank_name,
 )
 from pdsim.serving.deployment import Deployment
@@ -238,6 +240,9 @@ class Membership:
     for `Deployment.deadline`, is reported lost by a peer's engine, is refused, or registers again.  Its other ranks
     then get a message to end, and the ranks of the other side one to forget it.
 
+    An instance that is to leave drains first: it gets no more requests, and ends in order when it has none.  Its
+    ranks may start again later, or others on its GPUs that register as an instance of the other side: a role switch.
+
     *changed* is called each time that an instance is formed or lost.  *lost* is called with the incarnation, the
     reason and whether it was formed, before the other side hears of the loss: questions about its rooms must reach
     that side first.
@@ -255,7 +260,8 @@ class Membership:
         self.directory: ExpiringMap[str] = ExpiringMap(process.clock, KNOWN)
         self.instances = (*job.prefills, *job.decodes)
         self.last_heard = {name: process.clock.now for instance in self.instances for name in job.ranks(instance)}
-        self.changes: list[tuple[float, str, str]] = []  # seconds on the clock, instance, and "formed" or "lost"
+        self.changes: list[tuple[float, str, str]] = []  # seconds on the clock, instance, and "formed", "lost", ...
+        self.draining: dict[str, float] = {}  # instances that are to leave, and until when they may have requests
         self._process = process
         self._job = job
         self._changed = changed
@@ -300,6 +306,59 @@ class Membership:
         else:
             self._process.ignore()
 
+    def drain(self, instance: str, seconds: float, rooms: Mapping[int, Any]) -> None:
+        """Have *instance* leave when it has none of *rooms* any more, unless its side has no other that serves.
+
+        It serves again if it has some left after so many *seconds*, or if its side loses all others.  *rooms* are
+        the `pdsim.serving.router.RoutedRequest` under way.
+        """
+        if self._process.has_ended:
+            return
+        others = self.registry.side(instance).load.keys() - self.registry.resting - {instance}
+        if not self.registry.formed(instance) or not others:
+            return
+        until = self._process.clock.now + seconds
+        self.draining[instance] = until
+        self.registry.resting.add(instance)
+        self._changes_to(instance, "draining")
+
+        def expire(_: Any) -> None:
+            if self.draining.get(instance) == until:
+                self._stay(instance)
+
+        self._process.clock.call_at(until, expire, None)
+        self.leave(rooms)
+
+    def leave(self, rooms: Mapping[int, Any]) -> None:
+        """End the draining instances that have none of *rooms*, and have the other side forget them."""
+        busy = {name for each in rooms.values() for name in (each.prefill, each.decode)}
+        for instance in [name for name in self.draining if self.registry.current(name) not in busy]:
+            incarnation = self.registry.current(instance)
+            self._remove(instance)
+            self._changes_to(instance, "left")
+            self._process.send(leader(instance), Leave())
+            self._forget(instance, incarnation, f"PeerLost: {instance} has left")
+
+    def _stay(self, instance: str) -> None:
+        del self.draining[instance]
+        self.registry.resting.discard(instance)
+        self._changes_to(instance, "serving")
+
+    def _changes_to(self, instance: str, what: str) -> None:
+        self.changes.append((self._process.clock.now, instance, what))
+
+    def _remove(self, instance: str) -> int:
+        if self.draining.pop(instance, None) is not None:
+            self.registry.resting.discard(instance)
+        for name in self._job.ranks(instance):
+            self.last_heard.pop(name, None)
+        return self.registry.lose(instance)
+
+    def _forget(self, instance: str, incarnation: str, reason: str) -> None:
+        registry = self.registry
+        for other in (registry.prefills if instance in self._job.decodes else registry.decodes).load:
+            self._process.send(self._job.ranks(other), Gone(incarnation, reason))
+
     def _register(self, sender: str, message: RegisterRank) -> None:
         # A rank that has a place already was started again: its instance is lost first, with all its other ranks.
         # One that cannot serve with the others is refused.
@@ -312,7 +371,7 @@ class Membership:
             self._lose(message.instance, f"PeerLost: {sender} was started again")
         self.last_heard[sender] = self._process.clock.now
         if self.registry.register(message):
-            self.changes.append((self._process.clock.now, message.instance, "formed"))
+            self._changes_to(message.instance, "formed")
             self._changed()
 
     def _locate(self, sender: str, message: RoomQuery) -> None:
@@ -322,14 +381,14 @@ class Membership:
     def _lose(self, instance: str, reason: str) -> None:
         registry, job = self.registry, self._job
         incarnation, formed = registry.current(instance), registry.formed(instance)
-        until = registry.lose(instance)
+        until = self._remove(instance)
         if formed:
-            self.changes.append((self._process.clock.now, instance, "lost"))
-        for name in job.ranks(instance):
-            self.last_heard.pop(name, None)
+            self._changes_to(instance, "lost")
+        side = registry.side(instance)
+        for other in [name for name in self.draining if name in side.names and side.load.keys() <= registry.resting]:
+            self._stay(other)
         self._process.send(job.ranks(instance), Gone(incarnation, reason, until))
         self._lost(incarnation, reason, formed)
         if formed:
-            for other in (registry.prefills if instance in job.decodes else registry.decodes).load:
-                self._process.send(job.ranks(other), Gone(incarnation, reason))
+            self._forget(instance, incarnation, reason)
         self._changed()

@@ -32,6 +32,7 @@ from pdsim.kv.messages import (
     Gone,
     KvMessage,
     KvSpec,
+    Leave,
     Ping,
     Pong,
     RankQuiesced,
@@ -343,9 +344,9 @@ class EngineRank(RankProcess):
     *mover*, *worker* and *scheduler* are its parts.  They are given this rank, register in `handlers` the messages
     that they take, and are set before it runs.
 
-    It learns its *incarnation*, that of its instance, with the first `ConnectPeer`, serves, and ends after `Stop`,
-    or with `PeerLost` when its instance is given up.  *started* tells two processes of the same rank apart:
-    nanoseconds on the clock when it was made.
+    It learns its *incarnation*, that of its instance, with the first `ConnectPeer`, serves, and ends after `Stop`
+    or `Leave`, or with `PeerLost` when its instance is given up.  *started* tells two processes of the same rank
+    apart: nanoseconds on the clock when it was made.
     """
 
     mover: Mover
@@ -365,7 +366,8 @@ class EngineRank(RankProcess):
         self.followers = [] if index else [rank_name(instance, n) for n in range(1, job.grid(instance).size)]
         self._leader = leader(instance)
         self.early: list[tuple[str, KvMessage]] = []  # with their senders, before this rank knew its incarnation
-        self.handlers |= {Gone: self._gone, ConnectPeer: self._connect_peer, Stop: self._stop}
+        self.handlers |= {Gone: self._gone, ConnectPeer: self._connect_peer}
+        self.handlers |= {Stop: self._stop, Leave: self._stop}
 
     @property
     def traffic(self) -> LinkTraffic:
@@ -475,7 +477,7 @@ class EngineRank(RankProcess):
         if self.scheduler is not None:
             self.scheduler.drop(incarnation)
 
-    def _stop(self, sender: str, _: Stop) -> None:
+    def _stop(self, sender: str, _: Stop | Leave) -> None:
         # The leader ends once no room is left; those that failed have as long for the proof that nothing moves.
         if sender not in (ROUTER, self._leader):
             self.refuse(sender, f"Stop of {self.rank.name} is for {ROUTER} and {self._leader} to send")

@@ -196,16 +196,18 @@ def program(
     requests: Sequence[Sequence[Any]],
     leaves: Sequence[Sequence[float]] = (),
     outages: Sequence[Sequence[float]] = (),
+    drains: Sequence[tuple[str, float, float]] = (),
 ) -> Program:
     """Serve *requests*, a `RequestTable` or its rows, and return what became of each.
 
     *job* is `Deployment.plain`.  *leaves* are users who leave whatever their request says: its number, and how many
     seconds after its arrival.  *outages* are when the router itself fails and works again, in seconds from the start
-    of the job.  The value has ``start``, when the first could have arrived; ``rows``, a `RequestLog`; how many
+    of the job.  *drains* are instances that leave: when they begin to drain, and for how many seconds they may.
+    The value has ``start``, when the first could have arrived; ``rows``, a `RequestLog`; how many
     messages were ``ignored``; ``open_rooms``; ``sent_again``, how often a request was by the router and by its user;
     ``changes``, those of `Membership`; ``scaled``, of `Fleet`; and with *after* the ``arrivals`` as they turned out.
     """
-    return (yield from Router(rank, Deployment.from_plain(job), requests, leaves, outages).run())
+    return (yield from Router(rank, Deployment.from_plain(job), requests, leaves, outages, drains).run())
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -240,6 +242,7 @@ class Router(RankProcess):
         requests: Sequence[Sequence[Any]],
         leaves: Sequence[Sequence[float]] = (),
         outages: Sequence[Sequence[float]] = (),
+        drains: Sequence[tuple[str, float, float]] = (),
     ) -> None:
         super().__init__(rank, job)
         table = RequestTable.of(requests)
@@ -270,6 +273,9 @@ class Router(RankProcess):
         self._sent_again = [0, 0]  # how often by the router, and by users
         for at, _ in outages:
             self.clock.call_at(at, lambda _: self._fail_all(_ROUTER_LOST), None)
+        for instance, at, seconds in drains:
+            how = instance, seconds, self._rooms
+            self.clock.call_at(at, lambda how: self.guard(self.membership.drain, *how), how)
         self.handlers |= {
             Pong: self._pong,
             RoomLocations: self._located,
@@ -503,6 +509,8 @@ class Router(RankProcess):
         self._count(request, over=True)
         if self.autoscaler is not None:
             self.autoscaler.rest()
+        if self.membership.draining:
+            self.membership.leave(self._rooms)
         self.arrivals.follow(request)
         self._stop_if_done()
 

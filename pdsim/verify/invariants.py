@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from pdsim.core.errors import MessageError
 from pdsim.kv.contents import Contents
 from pdsim.kv.messages import (
+    ROUTER,
     Chunk,
     Destination,
     Finished,
@@ -353,8 +354,8 @@ class InvariantChecker(Observer):
         if held and asleep and scheduler._queue and not member.has_ended:
             self._report("I12", f"{member.rank.name} sleeps when room {number} is free, and others wait")
 
-    def _on_stop(self, *_: Any) -> None:
-        if self._stopped or not self._rooms:
+    def _on_stop(self, sender: str, _: Any) -> None:
+        if sender != ROUTER or self._stopped or not self._rooms:  # a leader that leaves ends its followers so
             return
         self._stopped = True
         for name, member in self._members.items():

@@ -34,12 +34,13 @@ def causes(
     held: frozenset[int] = frozenset(),
     broken: frozenset[int] = frozenset(),
     probes: Sequence[Sequence[str]] = (),
+    left: Sequence[tuple[float, str, str]] = (),
     **changes: Any,
 ) -> tuple[Causes, Outcome]:
     """Return what explains failures of the requests in *rows*."""
     histories = [[end, [[start, 1 + n, p, d]]] for n, (p, start, d, end, _) in enumerate(rows)]
     ends = [[p, d, 0, status] for p, _, d, _, status in rows]
-    value = {"rows": ends, "histories": histories, "probes": list(probes)}
+    value = {"rows": ends, "histories": histories, "probes": list(probes), "changes": list(left)}
     ranks = {name: RankResult(name, error="Killed" if name in dead else "") for name in RANKS}
     outcome = Outcome({ROUTER: RankResult(ROUTER, value=value), **ranks}, 20.0)
     known = Causes(replace(PLAIN, **changes))
@@ -86,6 +87,7 @@ WAITED = "TransferTimeout: not all of it has arrived within 0.5 s"
 SILENT = {"faults": Faults(silences=(Silence("prefill0.0", 2.0, 4.0),)), "dead": ("prefill0.0",)}
 LONG = row(LATE, 5.0, 6.0, decode="decode1")
 BACK = {"kill": {"prefill0.0": 1.0}, "restart": {"prefill0.0": 2.0}}
+LEFT = {"left": [(1.0, "prefill1", "left")], "restart": {"prefill1.0": 6.0}}
 ALL = {"kill": {"prefill0.0": 2.0}, "held": frozenset({1})}
 
 
@@ -101,6 +103,10 @@ ALL = {"kill": {"prefill0.0": 2.0}, "held": frozenset({1})}
         (row(LOST, 2.1 + RECONNECTED, 9.0), BACK, False),  # it is back
         (row(NONE), killed(prefill0=0.5), False),
         (row(NONE), killed(prefill0=0.5, prefill1=0.7), True),
+        (row(NONE), killed(prefill0=0.5) | LEFT, True),
+        (row(NONE), killed(prefill0=5.5) | LEFT, False),  # nothing was lost by then
+        (row(NONE, end=6.1 + RECONNECTED), killed(prefill0=0.5) | LEFT, False),  # prefill1 is back
+        (row(LOST, prefill="prefill1"), LEFT, False),
         (row(LOST), SILENT, True),  # a silent rank may be given up
         (row(LOST, prefill="prefill1"), SILENT, False),
         (row(LOST, end=1.9), SILENT, False),

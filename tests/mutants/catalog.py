@@ -26,7 +26,7 @@ from pdsim.core.errors import TransferError, TransferFailed, TransferTimeout
 from pdsim.hardware.machine import Interconnect
 from pdsim.kv import contents, layout, messages, pages, push
 from pdsim.kv.layout import HeadSlice
-from pdsim.kv.messages import Status, TransferDone, encode, epoch_of, index_of, instance_of
+from pdsim.kv.messages import Leave, Status, TransferDone, encode, epoch_of, index_of, instance_of
 from pdsim.kv.pages import cut
 from pdsim.kv.plan import Peers
 from pdsim.kv.policy import Policy
@@ -119,6 +119,15 @@ def _replacement(original: Any, value: Any) -> Any:
 
 def both_back(scenario: Scenario) -> bool:
     return {name.rstrip("0123456789.d") for name in scenario.restart} == {"prefill", "decode"}
+
+
+def changing(scenario: Scenario) -> bool:
+    return bool(scenario.specs[0].arguments["drains"])
+
+
+def drains_the_last(original: Any, self: Any, *how: Any) -> None:
+    with patch.dict(self.registry.side(how[0]).load, {"another": 0}):
+        original(self, *how)
 
 
 def staged(scenario: Scenario) -> bool:
@@ -548,7 +557,8 @@ MUTANTS = (
     Mutant("Z22", "a metadata slot is freed at an abort while a write to it is under way", "I6",
            ((DecodeScheduler, "fail", frees_slot_at_once),
             (PushDecodeLeader, "forget", lambda self, number:
-             number in self.slots.owners and self.slots.release(number))), failing),
+             number in self.slots.owners and self.slots.release(number))),
+           lambda s: failing(s) and s.job.engine.handoff == "push"),
     Mutant("D1", "what overtakes the first introduction of a rank is lost", "I5",
            ((EngineRank, "_keep", nothing),), delayed),
     Mutant("D2", "metadata whose write timed out is sent again, and counted twice", "I8",
@@ -639,6 +649,12 @@ MUTANTS = (
     Mutant("C10", "a post that is given up keeps its place in the send queue", "I8",
            ((SendQueue, "_leave", lambda original, self, posting: posting.aborted or original(self, posting)),),
            lambda s: bool(s.engine.intra.depth) and failing(s)),
+    Mutant("M1", "an instance leaves while it has requests", "I5",
+           ((Membership, "leave", lambda original, self, _: original(self, {})),), changing),
+    Mutant("M2", "the last instance of a side leaves", "I5", ((Membership, "drain", drains_the_last),), changing),
+    Mutant("M3", "an instance that has left does not end", "I5",
+           ((EngineRank, "_stop", lambda original, self, sender, message:
+             isinstance(message, Leave) or original(self, sender, message)),), changing),
 )  # fmt: skip
 
 IMPOSSIBLE = {

@@ -12,7 +12,7 @@ from pdsim.config import rules
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import silent
 from pdsim.models.llm import Side
-from pdsim.serving.autoscale import Autoscale, FleetView, saturation, schedule, thresholds
+from pdsim.serving.autoscale import Autoscale, FleetView, saturation, schedule, thresholds, within
 from pdsim.serving.failures import FailureRate, Failures
 from pdsim.serving.fleet import Fleet, running_seconds
 from pdsim.serving.settings import Workload
@@ -167,9 +167,46 @@ def test_instances_that_fail_and_drain_end_no_other_request():
         (("autoscale.policy=thresholds", "cache=vllm", "kv.checked=0"), "autoscale keeps no account of a started"),
         (("autoscale.policy=thresholds", "experiment.deployment=colocated"), "autoscale is for prefill and decode"),
         (("autoscale.policy=thresholds", "autoscale.least=2"), "autoscale.least must be <= parallel.prefill.insta"),
+        (("autoscale.policy=thresholds", "autoscale.gpus=1"), "autoscale.gpus=1 must be 0 or >= 8, for autoscale"),
         (("autoscale.policy=thresholds", "parallel=tp2", "parallel.decode.dp=2"), "autoscale runs whole engines"),
     ],
 )
 def test_autoscaling_refuses_what_it_cannot_do(words, reason):
     with pytest.raises(ConfigError, match=reason):
         rules.check(composed(*words))
+
+
+def test_gpus_go_from_one_side_to_the_other():
+    fleet = Fleet((("prefill0", "prefill1"), ("decode0", "decode1")), set(), (1, 1), 3)
+    load = dict.fromkeys(("prefill0", "prefill1", "decode0", "decode1"), 0)
+    assert fleet.scale((2, 1), 1, load, 0.0) == []
+    assert fleet.rest(lambda _: False, 0.0)
+    assert fleet.scale((1, 2), 1, load, 5.0) == []  # prefill1 still drains
+    assert not fleet.rest(lambda _: True, 6.0)
+    assert fleet.rest(lambda _: False, 7.0)
+    assert fleet.scale((1, 2), 1, load, 7.0, "switching") == ["decode1"]
+    assert fleet.changes[-2:] == [(7.0, "prefill1", "off"), (7.0, "decode1", "switching")]
+
+
+def test_both_sides_lose_in_proportion_above_the_gpus_that_there_are():
+    assert within((4, 4), 1, (2, 2), 8) == (2, 2)
+    assert within((9, 1), 1, (1, 1), 4) == (3, 1)
+    assert within((1, 9), 2, (1, 2), 9) == (2, 3)
+    assert within((0, 7), 1, (1, 1), 0) == (1, 7)
+
+
+ROLES = Autoscale(
+    policy="schedule", options={"steps": [[0, 1, 2], [3.0, 2, 1]]}, every=1.0, start=60.0, gpus=3, switch=2.0
+)
+
+
+def test_a_switched_instance_serves_after_the_drain_and_the_switch():
+    served = scaled(ROLES)
+    times = {(name, what): at for at, name, what in served.outcome.ranks["router"].value["scaled"]}
+    (off,) = [at for (name, what), at in times.items() if what == "off" and name != "prefill1"]
+    assert times["prefill1", "switching"] == off >= 3.0
+    assert times["prefill1", "serving"] == off + 2.0
+    assert min(row["arrival"] for row in rows(served) if row["prefill"] == "prefill1") >= off + 2.0
+    assert {row["status"] for row in rows(served)} == {"ok"}
+    found = values(served)
+    assert found["gpu_hours"] <= found["gpu_hours_fixed"] == pytest.approx(3 * found["makespan_s"] / 3600)
