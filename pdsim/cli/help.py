@@ -110,7 +110,7 @@ Options:
   --trials N           number of points (default: 50); a larger N continues the search
   --maximize METRIC    metric to maximize (default: goodput per GPU)
   --minimize METRIC    metric to minimize
-  --track mlflow       log each point as a run of MLflow, where MLFLOW_TRACKING_URI says
+  --track mlflow       log each point as a run of MLflow, where MLFLOW_TRACKING_URI says; or wandb
   executor=local       or ray, slurm; executor.workers=N and so on (pdsim list executor)
   --config-dir DIR     add your configuration files
   --config-path DIR    start from DIR/config.yaml

@@ -8,6 +8,7 @@ those that it has already.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -44,12 +45,8 @@ def mlflow(sweep: str) -> Track:
         if row["point"] in have:
             return
         have.add(row["point"])
-        tags = {
-            f"pdsim.{key}": str(row[key])
-            for key in ("status", "error", "hw", "backend", "target", "evidence", "folder")
-            if row.get(key)
-        }
-        run = client.create_run(experiment, run_name=row["point"], tags=tags).info.run_id
+        run_tags = {f"pdsim.{key}": value for key, value in _tags(row).items()}
+        run = client.create_run(experiment, run_name=row["point"], tags=run_tags).info.run_id
         for key, value in row["overrides"].items():
             client.log_param(run, key, value)
         for name, value in row["metrics"].items():
@@ -58,3 +55,29 @@ def mlflow(sweep: str) -> Track:
         client.set_terminated(run)
 
     return track
+
+
+def wandb(sweep: str) -> Track:
+    """Return a function that logs a point as a run of Weights & Biases in the project *sweep*.
+
+    Overrides and what describes the point are its configuration, metrics its summary.  A point that is logged again
+    is the same run.  Raise a `ConfigError` without the package.
+    """
+    try:
+        from wandb import Settings, init
+    except ImportError:
+        raise ConfigError("--track wandb needs Weights & Biases; pip install pdsim[wandb]") from None
+
+    def track(row: Mapping[str, Any]) -> None:
+        own = hashlib.sha256(f"{sweep}/{row['point']}".encode()).hexdigest()[:16]
+        settings = Settings(silent=True, console="off", disable_git=True, x_disable_stats=True)
+        config = {**row["overrides"], "pdsim": _tags(row)}
+        with init(project=sweep, name=row["point"], id=own, resume="allow", config=config, settings=settings) as run:
+            run.summary.update({name: value for name, value in row["metrics"].items() if value is not None})
+
+    return track
+
+
+def _tags(row: Mapping[str, Any]) -> dict[str, str]:
+    names = ("status", "error", "hw", "backend", "target", "evidence", "folder")
+    return {name: str(row[name]) for name in names if row.get(name)}

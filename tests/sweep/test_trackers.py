@@ -11,7 +11,7 @@ from pdsim.cli.sweep import executor_of, space_of
 from pdsim.config.compose import CommandLine
 from pdsim.core.errors import RunWarning
 from pdsim.core.progress import silent
-from pdsim.sweep import driver
+from pdsim.sweep import driver, trackers
 
 WORDS = ["hw=2xh200", "model=qwen3-8b", "parallel=tp1", "workload=smoke", "workload.rate=1,8"]
 
@@ -65,3 +65,21 @@ def test_mlflow_has_a_run_a_point_with_parameters_and_metrics(tmp_path, monkeypa
     assert {run.data.params["workload.rate"] for run in runs} == {"1", "8"}
     assert all(run.info.status == "FINISHED" and run.data.metrics["ttft_p50_s"] > 0 for run in runs)
     assert len(runs) == 2
+
+
+@pytest.mark.slow
+def test_wandb_has_a_run_a_point_offline(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    told = []
+    track = trackers.wandb("mine")
+    rows = run(tmp_path / "sweep", lambda row: (told.append(row), track(row)))
+    kept = [path.read_bytes() for path in sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))]
+    assert len(kept) == len(rows) == 2
+    for row, log in zip(told, kept, strict=True):
+        assert row["point"].encode() in log
+        assert repr(row["metrics"]["ttft_p50_s"]).encode() in log  # as JSON
+    again = {path.name for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb")}
+    track(told[0])
+    assert {path.name for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb")} == again  # the same run
