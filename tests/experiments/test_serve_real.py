@@ -66,6 +66,19 @@ def test_what_is_read_is_what_was_computed(name: str, prefill: int, decode: int)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("handoff", ["push", "pull"])
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(("prefill", "decode"), [(16, 64), (64, 16)])
+def test_sides_with_pages_of_their_own_hand_over_all(name: str, prefill: int, decode: int, handoff: str):
+    own = ServingEngine(name="own", handoff=handoff, recompute=int(handoff == "pull"), prepare=1e-5)
+    kv = replace(POOL, page_size=prefill, decode_page_size=decode)
+    config = on_loopback(name, Side(tp=2), Side(tp=1), GQA, engine=own, kv=kv)
+    result, model_run = served(name, config), modelled(config)
+    assert result.requests["nbytes"] == model_run.requests["nbytes"]
+    assert {record.operation for record in result.transfers} == {"write" if handoff == "push" else "read"}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prefill", "decode", "path", "name"),
     [  # every pair of sizes both ways; each engine has most of them, for a job starts up to seven processes
