@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from heapq import nsmallest
 from itertools import pairwise
 from typing import Any
 
@@ -336,7 +337,7 @@ def tables(table: Columns, workload: Workload, outcome: Outcome, taken: Sequence
         ("Memory", "peak use / size", outcome.pools),
     ):
         if utilisation:
-            most = sorted(utilisation.items(), key=lambda item: (-item[1], item[0]))[:8]
+            most = nsmallest(8, utilisation.items(), key=lambda item: (-item[1], item[0]))
             made.append(Table(title, {"name": "where", "utilisation": what}, [list(item) for item in most]))
     if taken:
         heads = {"path": "KV path", "writes": "writes posted", "bytes": "bytes written", "descriptors": "posted"}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -102,7 +102,12 @@ class StateShape:
 
     def layers(self, kind: str, among: range) -> tuple[int, ...]:
         """Return the layers of *kind* (a, w or m) *among* these."""
-        return tuple(layer for layer in among if self.pattern[layer % len(self.pattern)] == kind)
+        return _layers(self.pattern, kind, among)
+
+
+@lru_cache(64)  # asked for each two ranks that meet
+def _layers(pattern: str, kind: str, among: range) -> tuple[int, ...]:
+    return tuple(layer for layer in among if pattern[layer % len(pattern)] == kind)
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,8 @@ class SimEndpoint:
         self._number = 0
         self._connections: dict[str, Connection] = {}
         self._waiting: dict[str, list[Event]] = {}  # by rank: who waits for the end of all its incarnations
+        before = fabric.endpoints.get(name)
+        self.place: int = len(fabric.endpoints) if before is None else before.place  # among the job's ranks
         fabric.endpoints[name] = self
 
     def register(self, buffer: Buffer, name: str) -> Region:
@@ -240,8 +242,8 @@ class SimEndpoint:
                 posted.connection.send_queue.abort(posted.posting)
             posted.release()
         known = {connection.remote for connection in self._connections.values()}.union(*self.inbound.values())
-        for other in self._fabric.endpoints.values():  # in their order
-            if other in known:
+        for other in sorted(known, key=lambda one: one.place):
+            if self._fabric.endpoints[other.name] is other:
                 other.disconnect(self)
         for registration in self.regions.values():
             registration.buffer.registered = ""
@@ -250,6 +252,8 @@ class SimEndpoint:
         return dropped
 
     def _cut_series(self) -> None:
+        if not self._fabric.network.foreseen.series:  # so the ends of many ranks are not quadratic
+            return
         for other in self._fabric.endpoints.values():
             series = other.series
             if series is not None and (other is self or series.peer == self.name):

@@ -88,7 +88,12 @@ class Model:
         end with an error.  Raise a `ConfigError` for a name that occurs twice or is not there, a place that the
         machine does not have, or a program that cannot be imported.
         """
-        return _ModelJob(self, ranks, _times(kill or {}), _times(restart or {})).run()
+        often, *rest = gc.get_threshold()
+        gc.set_threshold(100 * often, *rest)  # with 65,000 transfers under way collections took as long as all else
+        try:
+            return _ModelJob(self, ranks, _times(kill or {}), _times(restart or {})).run()
+        finally:
+            gc.set_threshold(often, *rest)
 
     def using(self, engine: Engine) -> Model:
         return replace(self, engine=engine)
@@ -230,13 +235,8 @@ class _ModelJob:
     # --- the run ---
 
     def run(self) -> Outcome:
-        often, *rest = gc.get_threshold()
-        gc.set_threshold(100 * often, *rest)  # with 65,000 transfers under way collections took as long as all else
-        try:
-            while self._live:
-                self._turn()
-        finally:
-            gc.set_threshold(often, *rest)
+        while self._live:
+            self._turn()
         return self._outcome()
 
     def _turn(self) -> None:
