@@ -18,6 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from experiments.validate import ValidateOptions, bounds
 from pdsim.results import drawing
 from pdsim.results.drawing import Figure, Marks, Panel, Scale
@@ -199,7 +201,7 @@ def _median(row: Sequence[Any]) -> str:
 
 
 def serving() -> Iterator[str]:
-    """Yield the lines about vLLM and SGLang: mean errors, what repeats differ by, points within, and handoffs."""
+    """Yield the lines about vLLM and SGLang: mean errors, repeats, points within, handoffs, and hosts left out."""
     every = live_data.blind()
     rows = [_row("asked", "", {name: 100 * bound for name, bound in METRICS.items()})]
     for engine, label in (("vllm", "vLLM"), ("sglang", "SGLang")):
@@ -222,6 +224,29 @@ def serving() -> Iterator[str]:
         cells = [f"{each[0] * 1e3:.0f} / {each[1] * 1e3:.0f}" if each else None for each in both]
         handoffs.append([f"`{name}`", *cells])
     yield from markdown(["first token after prefill's end, ms, predicted / measured", *LENGTHS], handoffs)
+    yield ""
+    yield from markdown(
+        ["host left out", "TTFT p50, TPOT p50: error, %", "held, all metrics", "width, %"], _left_out()
+    )
+
+
+def _left_out() -> Iterator[list[str]]:
+    # Of each host the errors in TTFT p50 and TPOT p50 once the median of the other hosts' is taken off, and how many
+    # values of all metrics are in the interval that holds 95 % of the others', with its widths.
+    every = live_data.blind()
+    for names in POOLS.values():
+        made = {name: _errors(*every[name]) for name in names}
+        for name in names:
+            held, count, errors, widths = 0, 0, [], []
+            for metric in METRICS:
+                own = np.log1p([error for _, error in made[name].get(metric, ())])
+                others = np.log1p([e for other in names if other != name for _, e in made[other].get(metric, ())])
+                low, middle, high = np.quantile(others, (0.025, 0.5, 0.975))
+                held, count = held + int(np.sum((low <= own) & (own <= high))), count + len(own)
+                if metric in ("ttft_p50_s", "tpot_p50_s"):
+                    errors.append(f"{100 * np.mean(np.abs(np.expm1(own - middle))):.0f}")
+                    widths.append(f"{100 * (np.exp(high) - np.exp(low)):.0f}")
+            yield [f"`{name}`", ", ".join(errors), f"{held}/{count}", ", ".join(widths)]
 
 
 def campaigns() -> str:
