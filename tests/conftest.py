@@ -38,6 +38,13 @@ def pdsim_says(capfd):
     return say
 
 
+@pytest.fixture
+def in_an_empty_folder(tmp_path, monkeypatch):
+    """Run the test in a folder of its own, with errors told as users see them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PDSIM_DEBUG", raising=False)
+
+
 def pytest_collection_finish() -> None:
     """Keep thousands of collected tests out of every garbage collection from now on."""
     gc.collect()

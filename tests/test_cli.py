@@ -23,10 +23,7 @@ QUICK = ("experiment=transfer", "experiment.patterns=[pair]", "experiment.size=4
 QUICK += ("experiment.repeat=2",)
 
 
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("PDSIM_DEBUG", raising=False)
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
 def started(*words, python=(), **options):

@@ -10,9 +10,7 @@ QUICK = {"experiment": "transfer", "experiment.patterns": ["pair"], "experiment.
 QUICK |= {"experiment.repeat": 2}
 
 
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
 def test_a_run_has_its_metrics_requests_and_configuration():

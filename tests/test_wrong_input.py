@@ -76,10 +76,7 @@ GLOO += tuple(f"collective.{kind}.device=[{{latency: 1us, rate: 1GB/s}}]" for ki
 LONG = [(GLOO, "collective=gloo gathers memory of the host; use timing=caller")]
 
 
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("PDSIM_DEBUG", raising=False)
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
 @pytest.mark.slow

@@ -12,10 +12,7 @@ from pdsim.cli.sweep import OptunaSearch
 from pdsim.core.errors import ConfigError
 from tests.test_cli import QUICK, answer, started
 
-
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
 def only(folder):
