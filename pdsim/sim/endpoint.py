@@ -284,7 +284,8 @@ class SimEndpoint:
             raise ValueError(f"timeout={limit} must be > 0")
         now = self._hardware.now
         transfer = Transfer(self._clock, batch, label)
-        posted = SimTransfer(transfer, connection, write, local, remote, notify, now)
+        called = max(now, self.poster.free) if connection.send_queue.blocks else now
+        posted = SimTransfer(transfer, connection, write, local, remote, notify, called)
         number = self._add(posted)
         if connection.remote.ended is not None:  # not noticed before `DETECTION`
             self._lose(number, posted)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the hosts of ranks do on the model: their clocks, their sockets, and when a program acts upon what comes.
+"""What the hosts of ranks do on the model: clocks, sockets, threads that post, and when a program acts upon what comes.
 
 Not modelled: that control messages and data share the node's TCP link, and a sender that is slowed down by a
 receiver that does not read.
@@ -8,7 +8,9 @@ receiver that does not read.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sized
+from dataclasses import dataclass
 from itertools import count
 from math import inf, nextafter
 from typing import TYPE_CHECKING, Any
@@ -269,3 +271,106 @@ class JobClock(Clock):
                 if not isinstance(clock, RankClock):
                     raise error
                 crashed(clock, error)
+
+
+class PostingThread:
+    """The thread, or the copy engine's launch, that issues descriptors; one transfer after the other.
+
+    With *share* it is so many *threads* of one rank instead, which take up work in the order in which it was posted.
+    """
+
+    def __init__(self, share: PostingShare | None = None, threads: int = 1) -> None:
+        self.share = share
+        self.free = 0.0  # when it has done everything that it was given, without *share*
+        self.slowness = 1.0  # how many times as long as usual its work takes
+        self.under_way = 0  # transfers, but those that are done in the call that posts them
+        self._idle = threads
+        self._waiting: deque[_Work] = deque()
+
+    def post(self, seconds: float, begin: Callable[[Any], None], done: Callable[[Any], None], tag: Any) -> None:
+        """Post work of *seconds* on a thread that is alone.
+
+        ``begin(tag)`` is called when a thread takes it up, perhaps now, and ``done(tag)`` at its end.
+        """
+        assert self.share is not None
+        work = _Work(self, seconds, begin, done, tag)
+        if self._idle:
+            self._idle -= 1
+            self.share.take([work])
+        else:
+            self._waiting.append(work)
+
+    def next(self) -> _Work | None:
+        """Return what the thread that has just ended something takes up; without that it is free."""
+        if self._waiting:
+            return self._waiting.popleft()
+        self._idle += 1
+        return None
+
+    def drop(self, tag: Any) -> None:
+        """Forget what was posted with *tag* and waits for a thread; a thread that is at it goes on to its end."""
+        self._waiting = deque(work for work in self._waiting if work.tag is not tag)
+
+
+@dataclass(eq=False, slots=True)
+class _Work:
+    poster: PostingThread
+    left: float  # seconds, of a thread that is alone
+    begin: Callable[[Any], None]
+    done: Callable[[Any], None]
+    tag: Any
+
+
+class PostingShare:
+    """What all posting threads on one GPU share, or, where there is none, those of one rank.
+
+    Beside *a* threads of its process and *b* of others a thread is ``1 + a * serial + b * between`` times as slow
+    (Amdahl's law).  One event stands for the next end; it is set anew whenever a thread begins or ends something.
+    """
+
+    def __init__(self, clock: Clock, serial: float, between: float) -> None:
+        self._clock = clock
+        self._serial = serial
+        self._between = between
+        self._busy: list[_Work] = []
+        self._since = clock.now
+        self._turn = 0  # of the event that is to come: an earlier one does not hold any more
+
+    def take(self, works: list[_Work]) -> None:
+        self._advance()
+        self._busy += works
+        self._turn += 1
+        if self._busy:
+            slowness = self._slowness()
+            ends = [max(0.0, work.left) * slowness[work.poster] for work in self._busy]
+            least = min(ends)
+            over = [work for work, end in zip(self._busy, ends, strict=True) if end <= least]
+            self._clock.call_at(self._clock.now + least, self._end, (self._turn, over))
+        for work in works:
+            work.begin(work.tag)
+
+    def _slowness(self) -> dict[PostingThread, float]:
+        own = Counter(work.poster for work in self._busy)
+        every = len(self._busy)
+        serial, between = self._serial, self._between
+        return {one: 1.0 + (count - 1) * serial + (every - count) * between for one, count in own.items()}
+
+    def _advance(self) -> None:
+        now = self._clock.now
+        if self._busy:
+            slowness = self._slowness()
+            for work in self._busy:
+                work.left -= (now - self._since) / slowness[work.poster]
+        self._since = now
+
+    def _end(self, expected: tuple[int, list[_Work]]) -> None:
+        # *over* rather than those with a remainder of 0, which rounding would miss
+        turn, over = expected
+        if turn != self._turn:
+            return
+        self._advance()
+        self._busy = [work for work in self._busy if work not in over]
+        following = [work.poster.next() for work in over]
+        for work in over:
+            work.done(work.tag)
+        self.take([work for work in following if work is not None])

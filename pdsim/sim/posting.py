@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a transfer engine costs: posting, copy engines, the wire, completion, and the send queue in front of them.
 
+Between GPUs one thread of a rank posts and asks for the ends of what it has posted, one thing after the other.
+
 `EngineModel` has the formula.  No event is spent on a descriptor, nor on a transfer's turn at the posting thread,
 which is a sum: ``free = max(now, free) + work``.  A transfer costs one event for the end of its flow, one for its
 completion if that is later, one if its wire does not start at once, and one if a copy engine waits for its posting.
@@ -8,12 +10,12 @@ completion if that is later, one if its wire does not start at once, and one if 
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from dataclasses import dataclass
+from collections import deque
 from math import ceil, inf, isfinite
 from typing import TYPE_CHECKING, Any
 
 from pdsim.core.errors import BackendUnavailable, SendQueueFull
+from pdsim.sim.hosts import PostingShare, PostingThread
 from pdsim.sim.sequence import AWAKE
 from pdsim.transfer.job import Place
 
@@ -56,7 +58,7 @@ class Posting:
         self.done = done
         self.tag = tag
         self.held = held
-        self.left = nbytes + descriptors * wire.occupancy  # bytes for the wire
+        self.left = nbytes + descriptors * wire.occupancy if queue.copier is None else nbytes  # bytes for the wire
         self.posted: float | None = None  # when posting ends or has ended; None while it waits for room
         self.least = 0.0  # when its bytes are there at the earliest
         self.flow: Flow | None = None
@@ -74,109 +76,6 @@ class WireStage:
         self.rate = rate  # of a transfer that is alone, and no fault on the way
         self.occupancy = occupancy  # bytes that each descriptor keeps it from carrying
         self.streams: Streams | None = None  # of TCP, where the way takes time
-
-
-class PostingThread:
-    """The thread, or the copy engine's launch, that issues descriptors; one transfer after the other.
-
-    With *share* it is so many *threads* of one rank instead, which take up work in the order in which it was posted.
-    """
-
-    def __init__(self, share: PostingShare | None = None, threads: int = 1) -> None:
-        self.share = share
-        self.free = 0.0  # when it has done everything that it was given, without *share*
-        self.slowness = 1.0  # how many times as long as usual its work takes
-        self.under_way = 0  # transfers, but those that are done in the call that posts them
-        self._idle = threads
-        self._waiting: deque[_Work] = deque()
-
-    def post(self, seconds: float, begin: Callable[[Any], None], done: Callable[[Any], None], tag: Any) -> None:
-        """Post work of *seconds* on a thread that is alone.
-
-        ``begin(tag)`` is called when a thread takes it up, perhaps now, and ``done(tag)`` at its end.
-        """
-        assert self.share is not None
-        work = _Work(self, seconds, begin, done, tag)
-        if self._idle:
-            self._idle -= 1
-            self.share.take([work])
-        else:
-            self._waiting.append(work)
-
-    def next(self) -> _Work | None:
-        """Return what the thread that has just ended something takes up; without that it is free."""
-        if self._waiting:
-            return self._waiting.popleft()
-        self._idle += 1
-        return None
-
-    def drop(self, tag: Any) -> None:
-        """Forget what was posted with *tag* and waits for a thread; a thread that is at it goes on to its end."""
-        self._waiting = deque(work for work in self._waiting if work.tag is not tag)
-
-
-@dataclass(eq=False, slots=True)
-class _Work:
-    poster: PostingThread
-    left: float  # seconds, of a thread that is alone
-    begin: Callable[[Any], None]
-    done: Callable[[Any], None]
-    tag: Any
-
-
-class PostingShare:
-    """What all posting threads on one GPU share, or, where there is none, those of one rank.
-
-    Beside *a* threads of its process and *b* of others a thread is ``1 + a * serial + b * between`` times as slow
-    (Amdahl's law).  One event stands for the next end; it is set anew whenever a thread begins or ends something.
-    """
-
-    def __init__(self, clock: Clock, serial: float, between: float) -> None:
-        self._clock = clock
-        self._serial = serial
-        self._between = between
-        self._busy: list[_Work] = []
-        self._since = clock.now
-        self._turn = 0  # of the event that is to come: an earlier one does not hold any more
-
-    def take(self, works: list[_Work]) -> None:
-        self._advance()
-        self._busy += works
-        self._turn += 1
-        if self._busy:
-            slowness = self._slowness()
-            ends = [max(0.0, work.left) * slowness[work.poster] for work in self._busy]
-            least = min(ends)
-            over = [work for work, end in zip(self._busy, ends, strict=True) if end <= least]
-            self._clock.call_at(self._clock.now + least, self._end, (self._turn, over))
-        for work in works:
-            work.begin(work.tag)
-
-    def _slowness(self) -> dict[PostingThread, float]:
-        own = Counter(work.poster for work in self._busy)
-        every = len(self._busy)
-        serial, between = self._serial, self._between
-        return {one: 1.0 + (count - 1) * serial + (every - count) * between for one, count in own.items()}
-
-    def _advance(self) -> None:
-        now = self._clock.now
-        if self._busy:
-            slowness = self._slowness()
-            for work in self._busy:
-                work.left -= (now - self._since) / slowness[work.poster]
-        self._since = now
-
-    def _end(self, expected: tuple[int, list[_Work]]) -> None:
-        # *over* rather than those with a remainder of 0, which rounding would miss
-        turn, over = expected
-        if turn != self._turn:
-            return
-        self._advance()
-        self._busy = [work for work in self._busy if work not in over]
-        following = [work.poster.next() for work in over]
-        for work in over:
-            work.done(work.tag)
-        self.take([work for work in following if work is not None])
 
 
 class CopyEngine:
@@ -373,7 +272,10 @@ class SendQueue:
         # what is asked for each transfer; the model is no compiled class
         self._overlap, self._pipelined, self._depth = model.overlap, model.pipelined, model.depth
         self._small, self._fresh = model.small, model.fresh_descriptor
-        self._copier = copier
+        self.copier = copier
+        # between GPUs the thread that posts asks for the end too; where both overlap, within the call
+        self.blocks = copier is not None and poster.share is None
+        self._asks = self.blocks and not model.overlap
         self._draws = draws
         self.outstanding = self._most = 0  # descriptors, of all that is posted now, and of the largest ever
         self._clock: Clock = network.clock
@@ -388,7 +290,7 @@ class SendQueue:
     def _way(self, route: Route, queues: tuple[Link, ...], *, read: bool) -> WireStage:
         model = self.model
         # within a GPU there is no cap, for the rates are those of links to other GPUs
-        cap = inf if self._copier is not None and self._copier.within else model.fastest(read=read)
+        cap = inf if self.copier is not None and self.copier.within else model.fastest(read=read)
         path = self._network.path((*route.links, *queues), cap)
         narrowest = min((link.nominal / path.links.count(link) for link in path.links), default=inf)
         latency, rate = model.latency + route.latency + read * model.read, min(cap, narrowest)
@@ -430,8 +332,9 @@ class SendQueue:
         *apart*: there may be pauses between them, in which a copy engine goes to sleep.  Return None if what they do
         to each other, or to others, is more than a `Series` says.
         """
-        model, wire, poster, copier, now = self.model, self._outward, self.poster, self._copier, self._clock.now
+        model, wire, poster, copier, now = self.model, self._outward, self.poster, self.copier, self._clock.now
         simple = not (model.depth or model.pipelined or poster.under_way or poster.share) and wire.streams is None
+        simple = simple and not (copier and wire.occupancy)
         at_once = model.small is not None and model.small.takes(descriptors, nbytes)
         size = nbytes + descriptors * wire.occupancy
         if not simple or at_once or model.fresh_descriptor or poster.free > now or not size:
@@ -458,7 +361,8 @@ class SendQueue:
         """Return a write of a series that is under way, as `post` would have made it, *flow* being on the wire."""
         submitted, posted, begin, end, over = stages
         posting = Posting(self, self._outward, nbytes, descriptors, done, tag, 0.0)
-        posting.posted = self.poster.free = posted
+        posting.posted = posted
+        self.poster.free = posted + self._polls(posting)
         self.outstanding += descriptors
         self.poster.under_way += 1
         now = self._clock.now
@@ -467,8 +371,8 @@ class SendQueue:
             flow.done, flow.tag = self._on_carried, posting
         elif begin > now:
             asked = submitted if self._overlap else posted  # the copy engine, which may have to wake up first
-            if self._copier is not None and asked < now:
-                self._copier.busy[self.poster], self._copier.idle = posting, begin
+            if self.copier is not None and asked < now:
+                self.copier.busy[self.poster], self.copier.idle = posting, begin
                 self._clock.call_at(begin, self.carry, posting)
             else:
                 self._clock.call_at(asked, self._begin, posting)
@@ -478,18 +382,18 @@ class SendQueue:
             return posting
         else:
             self._clock.call_at(over, self._complete, posting)
-        if self._copier is not None:
+        if self.copier is not None:
             ended = max(end, posted)
             if flow is not None or ended > now:
-                self._copier.busy[self.poster] = posting
+                self.copier.busy[self.poster] = posting
             if flow is None and ended > now:
-                self._clock.call_at(ended, self._copier.leave, posting)
+                self._clock.call_at(ended, self.copier.leave, posting)
         return posting
 
     def carried(self, at: float) -> None:
         """Take note that the last of a series was carried at *at*, which is past."""
-        if self._copier is not None:
-            self._copier.idle = max(self._copier.idle, at)
+        if self.copier is not None:
+            self.copier.idle = max(self.copier.idle, at)
 
     def seconds(self, posting: Posting) -> float:
         """Return about how long *posting*, which has just been admitted, takes if nothing is in its way."""
@@ -510,9 +414,9 @@ class SendQueue:
             return
         if posting.flow is not None:
             self.stop(posting)
-        if self._copier is not None:
-            self._copier.leave(posting)
-            self._copier.rest(posting)
+        if self.copier is not None:
+            self.copier.leave(posting)
+            self.copier.rest(posting)
         self.poster.drop(posting)
         self._leave(posting)
 
@@ -533,7 +437,8 @@ class SendQueue:
         start = max(now, poster.free)
         if self._draws is not None:
             start += self._draws.start()
-        posting.posted = poster.free = start + (self.model.posting(descriptors) - early) * poster.slowness
+        posting.posted = start + (self.model.posting(descriptors) - early) * poster.slowness
+        poster.free = posting.posted + self._polls(posting)
         begin = start if self._overlap else posting.posted
         if self._pipelined:
             begin = start + (self.model.posting(1) - early) * poster.slowness
@@ -541,6 +446,10 @@ class SendQueue:
             self._clock.call_at(begin, self._begin, posting)
         else:
             self._begin(posting)
+
+    def _polls(self, posting: Posting) -> float:
+        # Between GPUs the latency is the host's, which asks for the end: what else its thread posts comes after.
+        return 0.0 if not self.blocks else max(0.0, posting.wire.latency + min(0.0, posting.held))
 
     def _enter(self, posting: Posting) -> float:
         # Return how much earlier it is posted because it is small and all that its thread has under way are such.
@@ -567,10 +476,10 @@ class SendQueue:
             self._on_carried(posting)
 
     def _begin(self, posting: Posting) -> None:
-        if self._copier is None:
+        if self.copier is None:
             self.carry(posting)
         elif not posting.aborted:
-            self._copier.take(posting)
+            self.copier.take(posting)
 
     def carry(self, posting: Posting) -> None:
         """Start the wire of *posting*, whose turn has come, unless it was aborted meanwhile."""
@@ -581,10 +490,13 @@ class SendQueue:
             least, growing = wire.streams.start(self._clock.now, posting.descriptors, posting.left)
             posting.least = self._clock.now + least
             posting.held += growing
-        if self._copier is None:
+        if self.copier is None:
             self.start(posting)
-        else:
-            self._copier.start(posting)
+            return
+        if wire.occupancy:  # descriptors hold up this GPU's copies, not the links that others share with it
+            held = posting.descriptors * wire.occupancy
+            posting.least = self._clock.now + (posting.left + held) / wire.rate
+        self.copier.start(posting)
 
     def start(self, posting: Posting) -> None:
         posting.flow = self._network.start(posting.wire.path, posting.left, self._on_carried, posting)
@@ -599,12 +511,12 @@ class SendQueue:
             posting.carried = True
         else:
             self._ends(posting)
-        if self._copier is not None:
-            self._copier.rest(posting)
+        if self.copier is not None:
+            self.copier.rest(posting)
 
     def _ends(self, posting: Posting) -> None:
         assert posting.posted is not None
-        wire, copier = posting.wire, self._copier
+        wire, copier = posting.wire, self.copier
         ready = posting.posted
         if self._pipelined:  # and how long the last descriptor takes on the wire, alone
             ready += (posting.nbytes / posting.descriptors + wire.occupancy) / wire.rate
@@ -623,6 +535,14 @@ class SendQueue:
             self._complete(posting)
 
     def _complete(self, posting: Posting) -> None:
+        # The thread that asks for the end is posting: it finds it when it has done what it was given by now.
+        free = self.poster.free
+        if self._asks and not posting.at_once and free > self._clock.now:
+            self._clock.call_at(free, self._finish, posting)
+        else:
+            self._finish(posting)
+
+    def _finish(self, posting: Posting) -> None:
         if not posting.aborted:
             self._leave(posting)
             posting.done(posting)

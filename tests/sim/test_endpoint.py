@@ -110,6 +110,15 @@ def bench():
     return Bench()
 
 
+def test_between_gpus_a_call_is_made_when_the_one_before_is_done():
+    bench = Bench(cost(in_order=True))
+    bench.write()
+    bench.write()
+    bench.run()
+    # posting 1.25, wire 1, and 0.5 in which the thread asks for the end
+    assert [(record.submitted, record.completed) for record in bench.a.records] == [(0.0, 3.5), (1.75, 4.5)]
+
+
 def test_a_transfer_succeeds_with_its_record_and_settles(bench):
     transfer = bench.write(label="chunk 0")
     assert bench.run() == [(2.75, "settled"), (2.75, "ok")]

@@ -357,6 +357,7 @@ def turns(seconds=100.0, **gpu):
 
 SLEEPY = {"gpu": {"idle_after": 2.0, "idle_wake": 0.5}}
 SWITCH = {**turns(process_switch=0.25), "within": True}
+HOST = {"descriptor": 1.0, "latency": 0.5}
 COPIES = {
     "one at a time": ({}, [(0, "ac ad")], "1.0 ac 2.0 ad"),
     "one port of two": ({}, [(0, "ac ad bc bd")], "2.0 ac 2.0 bc 4.0 ad 4.0 bd"),
@@ -390,6 +391,11 @@ COPIES = {
     "waking after a rest": (SLEEPY, [(2.0, "ac"), (5.0, "ac"), (8.5, "ac")], "3.0 ac 6.0 ac 10.0 ac"),
     "waking for two": (SLEEPY, [(4.0, "ac"), (4.25, "ac")], "5.5 ac 6.5 ac"),
     # posted at 6, where the wire was done at 5.5
+    # ac complete at 2.5, while its thread posts ad from 1.5 to 2.5 and asks for that until 3
+    "an end is found after the post that follows": (HOST, [(0, "ac ad")], "3.0 ac 4.0 ad"),
+    "with overlap within the call": ({**HOST, "overlap": True}, [(0, "ac ad")], "1.5 ac 3.0 ad"),
+    "descriptors hold up the GPU that posts": ({"wire_descriptor": 0.5}, [(0, "ac ad")], "1.5 ac 3.0 ad"),
+    "not the port of their sink": ({"wire_descriptor": 0.5}, [(0, "ac bc")], "2.0 ac 2.0 bc"),
     "waking beside the posting": ({**SLEEPY, "overlap": True, "descriptor": 2.0}, [(4.0, "ac")], "6.0 ac"),
 }
 
