@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the hosts of ranks do on the model: clocks, sockets, threads that post, and when a program acts upon what comes.
+"""What hosts of ranks do on the model: clocks, sockets, threads that post, and when a program acts on what comes.
 
 Not modelled: that control messages and data share the node's TCP link, and a sender that is slowed down by a
 receiver that does not read.
