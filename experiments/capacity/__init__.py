@@ -28,6 +28,7 @@ from pdsim.core.progress import ShowProgress
 from pdsim.core.units import Frequency, NotNegative, PositiveInt
 from pdsim.results.record import Result
 from pdsim.serving.requests import RequestTable
+from pdsim.serving.settings import Slo
 from pdsim.serving.workload import draw
 from pdsim.transfer.job import Target
 from pdsim.version import __version__
@@ -147,6 +148,9 @@ def run(config: Config, _: Target, progress: ShowProgress) -> Result:
     workload = replace(config.workload, load=0.0)
     most = max(options.requests, options.final_requests)
     drawn = draw(replace(workload, count=min(most, workload.count or most)), config.seed, config.model.context)
+    if tenants := workload.tenants:  # closed form rules out what fails the loosest limits
+        loosest = Slo(ttft=max(each.ttft for each in tenants), tpot=max(each.tpot for each in tenants))
+        config = replace(config, slo=loosest)
     shapes = listed(options.prefill_tp, options.decode_tp, options.instances, options.deployment, options.prefill_hw)
     fitting, refused = plans(config, tuple(shapes), drawn.requests, options.attainment)
     if not fitting:

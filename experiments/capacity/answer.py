@@ -177,6 +177,9 @@ def tables(found: Found, config: Config) -> list[Table]:
 
 
 def _slo(config: Config) -> str:
+    if tenants := config.workload.tenants:
+        limits = "; ".join(f"{each.name} {format_time(each.ttft)}, {format_time(each.tpot)}" for each in tenants)
+        return f"TTFT and TPOT of each tenant ({limits})"
     return f"TTFT <= {format_time(config.slo.ttft)} and TPOT <= {format_time(config.slo.tpot)}"
 
 
@@ -276,7 +279,9 @@ def _nothing(found: Found, config: Config) -> Iterator[list[str]]:
 
 
 def _attained(one: Entry) -> str:
-    return f"{one.probe.attainment:.1%} +- {one.probe.half:.1%} of {one.probe.requests} requests meet the SLO"
+    whose = f" ({', '.join(f'{name} {share:.1%}' for name, share in one.probe.tenants.items())})"
+    text = f"{one.probe.attainment:.1%} +- {one.probe.half:.1%} of {one.probe.requests} requests meet the SLO"
+    return text.replace(" requests", " requests, of the worst tenant,") + whose if one.probe.tenants else text
 
 
 def _time(seconds: float | None) -> str:

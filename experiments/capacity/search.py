@@ -9,13 +9,14 @@ target lies outside the share's interval.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from experiments.capacity.shapes import Plan, configured
 from experiments.serve import ServeOptions, job, on_model
+from experiments.serve.tables import within
 from pdsim.config import Config
 from pdsim.results.record import Result, half_width, percentile
 from pdsim.serving.requests import RequestTable
@@ -37,7 +38,7 @@ class Probe:
     load: float  # of the busier side
     rate: float  # requests a second that were offered
     tokens: float  # output tokens a second that they ask for
-    attainment: float  # share of requests that meet the SLO, 0 to 1
+    attainment: float  # share of requests that meet the SLO, 0 to 1; with tenants the lowest of theirs
     within_ttft: float  # share that meet its TTFT
     within_tpot: float  # share that meet its TPOT
     half: float  # of the attainment's 95 % interval, from batch means, since neighbouring requests are alike
@@ -45,6 +46,7 @@ class Probe:
     tpot: float | None  # seconds, 90th percentile likewise
     requests: int  # simulated, the warm-up included
     met: str  # a bit for each request in hexadecimal digits, set if it met the SLO; the last may be padding
+    tenants: dict[str, float] = field(default_factory=dict)  # share of each one's requests that meet its SLO
 
     def holds(self, target: float) -> bool:
         """Return whether the share is at least *target*."""
@@ -194,19 +196,26 @@ def probe(config: Config, plan: Plan, requests: RequestTable, load: float, route
     count, slo = len(requests), config.slo
     first = int(warmup * count)
     ttft, tpot = (list(columns[name]) for name in ("ttft", "tpot"))
-    soon = np.array([each is not None and each <= slo.ttft for each in ttft])
-    fast = np.array([one is not None and (each or 0.0) <= slo.tpot for one, each in zip(ttft, tpot, strict=True)])
+    soon, fast = within(columns, slo)
     good: npt.NDArray[np.float64] = (soon & fast)[first:].astype(np.float64)
+    each = {
+        tenant.name: good[requests.tenant[first:] == which]
+        for which, tenant in enumerate(config.workload.tenants)
+        if requests.tenant is not None
+    }
+    shares = {name: float(own.mean()) for name, own in each.items() if len(own)}
+    counted = each[min(shares, key=lambda name: shares[name])] if shares else good
     return Probe(
         load=load,
         rate=rate,
         tokens=rate * float(requests.output.sum()) / count,
-        attainment=float(good.mean()),
+        attainment=float(counted.mean()),
         within_ttft=float(soon[first:].mean()),
         within_tpot=float(fast[first:].mean()),
-        half=half_width(good, None) or 0.0,
+        half=half_width(counted, None) or 0.0,
         ttft=percentile([each for each in ttft[first:] if each is not None], 90.0),
         tpot=percentile([each for each in tpot[first:] if each is not None], 90.0),
         requests=count,
         met=np.packbits(soon & fast).tobytes().hex(),
+        tenants=shares,
     )

@@ -479,6 +479,8 @@ def result(
     columns |= tables.cached(outcome, len(requests))
     if requests.priority is not None and requests.priority.any():
         columns["priority"] = ArrayColumn(requests.priority)
+    if requests.tenant is not None:
+        columns |= tables.tenants(requests.tenant, config.workload.tenants)
     if ended:
         columns = rows(columns, tables.with_status(columns, bool))
     fallen = _failures(config, what, requests)
@@ -487,6 +489,7 @@ def result(
     failed = [f"{name}: {_line(rank)}" for name, rank in bad.items() if rank.error]
     failed += [] if fallen else tables.failed(columns)
     more = tables.of_failures(fallen, value.get("changes", ()), columns, value.get("sent_again", (0, 0)))
+    tenants = tables.of_tenants(columns, config.workload, config.slo)
     scaled_parts = tables.of_autoscale(what, value.get("scaled", ()), columns)
     return Result(
         summary=[
@@ -498,13 +501,14 @@ def result(
             *more[0],
             *scaled_parts[0],
         ],
-        tables=[*tables.tables(columns, config.workload, outcome, taken), *more[1], *scaled_parts[1]],
+        tables=[*tables.tables(columns, config.workload, outcome, taken), *more[1], *scaled_parts[1], *tenants[0]],
         requests=columns,
         transfers=joined(rank.transfers for rank in outcome.ranks.values()),
         failures=failed,
         notes=[
             *more[2],
             *scaled_parts[2],
+            *tenants[1],
             *tables.notes(columns, config.workload, what, outcome, len(requests)),
             *tables.path_notes(outcome),
         ],

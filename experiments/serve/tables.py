@@ -27,7 +27,7 @@ from pdsim.serving.failures import Failure, recoveries
 from pdsim.serving.fleet import running_seconds
 from pdsim.serving.load import OfferedLoad
 from pdsim.serving.requests import HASHED, Request
-from pdsim.serving.settings import Slo, Workload
+from pdsim.serving.settings import Slo, Tenant, Workload
 from pdsim.transfer.job import Outcome
 from pdsim.transfer.log import ArrayColumn, RecordRun, joined, logs, rows
 
@@ -67,14 +67,53 @@ def values(table: Columns, name: str) -> Floats:
     return column.known() if isinstance(column, ArrayColumn) else ArrayColumn.of(column).known()
 
 
-def _good(table: Columns, slo: Slo) -> int:
+def within(table: Columns, slo: Slo) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Return for each request whether its TTFT and its TPOT meet its tenant's SLO, or *slo* without tenants."""
     ttft, tpot = _numbers(table["ttft"]), _numbers(table["tpot"])
-    return int(((ttft <= slo.ttft) & (np.nan_to_num(tpot) <= slo.tpot)).sum())
+    most = [_numbers(table[f"slo_{name}"]) if "tenant" in table else getattr(slo, name) for name in ("ttft", "tpot")]
+    return ttft <= most[0], (np.nan_to_num(tpot) <= most[1]) & ~np.isnan(ttft)
 
 
-def with_status(table: Columns, holds: Callable[[str], bool]) -> npt.NDArray[np.bool_]:
-    """Return for each request whether *holds* is true of its status."""
-    status = table["status"]
+def _good(table: Columns, slo: Slo) -> int:
+    return int(np.logical_and(*within(table, slo)).sum())
+
+
+def tenants(which: npt.NDArray[np.int64], known: Sequence[Tenant]) -> dict[str, ArrayColumn]:
+    """Return the columns of who sent each request, the *which*-th of the *known*, and of its SLO."""
+    limits = {f"slo_{name}": np.array([getattr(each, name) for each in known])[which] for name in ("ttft", "tpot")}
+    names = ArrayColumn(which.astype(np.int32), tuple(each.name for each in known))
+    return {"tenant": names, **{name: ArrayColumn(values) for name, values in limits.items()}}
+
+
+def of_tenants(table: Columns, workload: Workload, slo: Slo) -> tuple[list[Table], list[str]]:
+    """Return a table and a line of what share of each tenant's requests meets its SLO; nothing without tenants."""
+    if "tenant" not in table:
+        return [], []
+    steady = _steady(table, workload)
+    lines = []
+    for tenant in workload.tenants:
+        own = rows(steady, with_status(steady, tenant.name.__eq__, "tenant"))
+        share = _good(own, slo) / len(own["id"]) if len(own["id"]) else None
+        spread = [percentile(values(own, name), q) for name in ("ttft", "tpot") for q in (50.0, 99.0)]
+        lines.append([tenant.name, len(own["id"]), share, tenant.ttft, *spread[:2], tenant.tpot, *spread[2:]])
+    heads = {
+        "tenant": "who sent them",
+        "requests": "without warm-up and cool-down",
+        "slo_attainment": "share that meets both limits",
+        "ttft": "limit, s",
+        "ttft p50": "s",
+        "ttft p99": "s",
+        "tpot": "limit, s",
+        "tpot p50": "s",
+        "tpot p99": "s",
+    }
+    said = ", ".join(f"{name} {share:.1%}" for name, _, share, *_ in lines if share is not None)
+    return [Table("Tenants", heads, lines)], [f"tenants within their SLO: {said}"]
+
+
+def with_status(table: Columns, holds: Callable[[str], bool], column: str = "status") -> npt.NDArray[np.bool_]:
+    """Return for each request whether *holds* is true of its status, or of another *column* of words."""
+    status = table[column]
     if isinstance(status, ArrayColumn) and status.words is not None:
         true = np.array([holds(word or "") for word in status.words], dtype=np.bool_)
         return np.asarray(true[status.values], dtype=np.bool_)
@@ -285,7 +324,9 @@ def totals(table: Columns, slo: Slo, steady: Columns | None = None) -> list[Metr
     total, done, gone = len(ok), int(ok.sum()), int(_gone(table).sum())
     refused = int(with_status(table, _shed).sum())
     share = _good(steady, slo) / len(steady["id"]) if steady["id"] else None
-    limits = f"requests with TTFT <= {slo.ttft:g} s and TPOT <= {slo.tpot:g} s / makespan, 1/s"
+    limits = "requests within their tenant's SLO / makespan, 1/s"
+    if "tenant" not in table:
+        limits = f"requests with TTFT <= {slo.ttft:g} s and TPOT <= {slo.tpot:g} s / makespan, 1/s"
 
     def rate(name: str, amount: float, rule: str) -> Metric:
         return Metric(name, amount / seconds if seconds else None, rule)

@@ -444,6 +444,8 @@ def _workload(workload: Workload, context: int) -> Iterator[str]:
             "leave out workload.trace, or workload=NAME and the keys of generated requests"
         )
         return
+    if workload.tenants:
+        yield from _tenants(workload, context)
     prompt, answer = workload.shared + workload.input_mean, workload.output_mean
     if arrivals in _GENERATED and prompt + answer > context:
         yield (
@@ -460,6 +462,25 @@ def _workload(workload: Workload, context: int) -> Iterator[str]:
             continue
         other = "or set workload.speed, which replays a trace faster" if name == "rate" else "or leave it out"
         yield f"workload.{name}={value} has no effect on {arrivals} arrivals; choose workload={uses[0]}, {other}"
+
+
+def _tenants(workload: Workload, context: int) -> Iterator[str]:
+    names = [tenant.name for tenant in workload.tenants]
+    if workload.trace is not None or workload.arrivals not in ("poisson", "gamma", "bursty", "diurnal"):
+        yield "workload.tenants generate requests; choose workload=poisson, gamma, bursty or diurnal"
+    if len(set(names)) < len(names):
+        yield f"workload.tenants {', '.join(names)} are not told apart; give each a name of its own"
+    for name in ("rate", "input_mean", "input_cv", "output_mean", "output_cv"):
+        if getattr(workload, name) != getattr(Workload, name):
+            yield f"workload.{name} is each tenant's own; set it in workload.tenants, or leave them out"
+    if workload.priority:
+        yield f"workload.priority={workload.priority:g} is each tenant's own; set workload.tenants.priority"
+    for tenant in workload.tenants:
+        if tenant.input_mean + tenant.output_mean > context:
+            yield (
+                f"{tenant.input_mean:g} + {tenant.output_mean:g} tokens of workload.tenants {tenant.name} exceed "
+                f"model.context={context}; lower them"
+            )
 
 
 def placement(config: Config) -> Iterator[str]:

@@ -108,8 +108,11 @@ OPTIONAL = (
     Column("cached_decode", "int64", "tokens", "of the prompt, cached at decode"),
     Column("cached_host", "int64", "tokens", "of cached_prefill, from host memory"),
     Column("priority", "int64", "", "the higher goes first, and is not shed"),
+    Column("tenant", "string", "", "who sent it"),
+    Column("slo_ttft", "float64", "s", "most TTFT by its tenant's SLO"),
+    Column("slo_tpot", "float64", "s", "most TPOT by its tenant's SLO"),
 )
-"""Columns of requests that only a run has with a prefix cache (the first three), or with priorities."""
+"""Columns of requests that only a run has with a prefix cache (the first three), with priorities, or tenants."""
 
 LIVE = (
     Column("sent", "float64", "s", "the client sends it"),

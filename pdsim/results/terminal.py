@@ -29,6 +29,9 @@ from pdsim.results.record import Table
 
 GOAL = 0.99
 """Share of requests that is to meet the SLO."""
+_FIRST = "load: ", "failures: ", "autoscale: ", "tenants "
+"""Beginnings of the notes that come first."""
+
 _STYLES = {"failed": "red", "warning": "yellow"}  # of lines of `brief_lines`, by how they begin
 _NO_EVIDENCE = "evidence: none, so no number is printed: give hw and backend their sources"
 
@@ -389,7 +392,7 @@ def brief_lines(run: Mapping[str, Any], folder: Path, *, page: bool = False) -> 
     if not sources:
         yield _NO_EVIDENCE
     elif "ttft_p50_s" in metrics:
-        yield from (note for note in run["notes"] if note.startswith(("load: ", "failures: ", "autoscale: ")))
+        yield from (note for note in run["notes"] if note.startswith(_FIRST))
         yield _verdict(metrics, schema.read_configuration(folder / "config.yaml"))
         yield from () if page else _latencies(metrics)
         yield from (note for note in run["notes"] if note.startswith("TTFT: "))
@@ -460,6 +463,8 @@ def _verdict(metrics: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     if not all(isinstance(limit, int | float) for limit in limits):
         raise ConfigError(f"config.yaml of the run has no limits in slo, got {limits}; it was changed since")
     slo = f"TTFT <= {format_time(config['slo.ttft'])} and TPOT <= {format_time(config['slo.tpot'])}"
+    if config.get("workload.tenants"):
+        slo = "the SLO of their tenant"
     rate, good = metrics.get("request_rate"), metrics.get("goodput")
     served = f"{done} served in {format_time(metrics['makespan_s'])}{f', {failed} failed' if failed else ''}"
     speed = f" ({rate:.3g}/s, {good:.3g}/s within the SLO)" if rate is not None and good is not None else ""

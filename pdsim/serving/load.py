@@ -45,6 +45,8 @@ class OfferedLoad:
         """Return the setting of *workload* at which the busier side has a load of 1: ``workload.speed=0.042``."""
         if not self.highest:
             return "any rate"
+        if workload.tenants:
+            return f"{self.rate / self.highest:.3g} requests/s of all tenants"
         if workload.trace is None and workload.arrivals != "embedded":
             return f"workload.rate={self.rate / self.highest:.3g}"
         if workload.load:

@@ -45,8 +45,8 @@ class RequestTable(Sequence[Request], Compact):
     """Requests in columns, 24 bytes each where tuples take 100 and more; equal to a list of them.
 
     Arrays of one length: *arrival* and *patience* (seconds; NaN: stays), *input* and *output* (tokens), *after*,
-    *priority*; None where all have `Request`'s default.  *ends* and *hash_ids* are how many hashes there are up to
-    the end of each request, and all of them.
+    *priority*, *tenant* (its place in `Workload.tenants`, which rows lack); None where all have `Request`'s default.
+    *ends* and *hash_ids* are how many hashes there are up to the end of each request, and all of them.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class RequestTable(Sequence[Request], Compact):
         patience: npt.NDArray[np.float64] | None = None,
         after: npt.NDArray[np.int64] | None = None,
         priority: npt.NDArray[np.int64] | None = None,
+        tenant: npt.NDArray[np.int64] | None = None,
         ends: npt.NDArray[np.int64] | None = None,
         hash_ids: npt.NDArray[Any] | None = None,
     ) -> None:
@@ -67,6 +68,7 @@ class RequestTable(Sequence[Request], Compact):
         self.patience = patience
         self.after = after
         self.priority = priority
+        self.tenant = tenant
         self.ends = ends
         self.hash_ids = hash_ids
 

@@ -29,6 +29,21 @@ ELSEWHERE = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tenant:
+    """One tenant of `Workload.tenants`: which requests it sends, and the SLO that these are to meet."""
+
+    name: str
+    rate: Annotated[Frequency, "> 0"]  # requests a second
+    ttft: Annotated[Seconds, "> 0"]  # most time to the first token
+    tpot: Annotated[Seconds, "> 0"]  # most time per token after the first
+    input_mean: Annotated[Count, "> 0"] = 2048.0  # tokens
+    input_cv: NotNegative = 1.0
+    output_mean: Annotated[Count, "> 0"] = 256.0
+    output_cv: NotNegative = 0.5
+    priority: NotNegativeInt = 0  # the higher goes first where the scheduler looks; from 1 on it is never shed
+
+
+@dataclass(frozen=True, kw_only=True)
 class Workload:
     """Which requests arrive when: `conf/workload`.
 
@@ -66,6 +81,7 @@ class Workload:
     input_cv: NotNegative = 1.0
     output_mean: Annotated[Count, "> 0"] = 256.0
     output_cv: NotNegative = 0.5
+    tenants: tuple[Tenant, ...] = ()  # who send requests at once, each at a rate and of lengths of its own
     aborts: Share = 0.0  # share of requests whose users leave, unless they have all their tokens before
     # mean time from its arrival after which such a user leaves, exponential
     patience: Annotated[Seconds, "> 0"] = 10.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from importlib.resources import files
 from pathlib import Path
@@ -91,6 +91,8 @@ def _all(workload: Workload, seed: int, context: int) -> tuple[RequestTable, tup
             [workload.ramp * user / users for user in range(users)] if users else _arrivals(workload, seed).tolist()
         )
         return RequestTable.of(sessions(workload, starts, seed, context)), ()
+    if workload.tenants:
+        return _of_tenants(workload, seed, context)
     if workload.trace is None and workload.arrivals != "embedded":
         return _generate(workload, seed, context)
     path = Path(str(files("pdsim.serving") / "data" / EMBEDDED)) if workload.trace is None else Path(workload.trace)
@@ -309,6 +311,29 @@ def _generate(workload: Workload, seed: int, context: int) -> tuple[RequestTable
         f"{given.mean():.0f} tokens, with workload.input_mean={workload.input_mean:g}"
     )
     return RequestTable(arrivals, given, wanted), (note,) if cut else ()
+
+
+_TENANT = ("rate", "input_mean", "input_cv", "output_mean", "output_cv")
+"""Keys of a tenant that take the place of the workload's."""
+
+
+def _of_tenants(workload: Workload, seed: int, context: int) -> tuple[RequestTable, tuple[str, ...]]:
+    # Each has streams of its own, named after it, so one more tenant changes nothing of another's requests.
+    tables, notes = [], []
+    for tenant in workload.tenants:
+        own = replace(workload, tenants=(), **{key: getattr(tenant, key) for key in _TENANT})
+        streams = int(stream(seed, f"workload.tenants.{tenant.name}").integers(1 << 62))
+        table, more = _generate(own, streams, context)
+        tables.append(table)
+        notes += [f"{note} ({tenant.name})" for note in more]
+    arrival, given, wanted = (
+        np.concatenate([getattr(table, name) for table in tables]) for name in ("arrival", "input", "output")
+    )
+    which = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
+    order = np.argsort(arrival, kind="stable")
+    ranks = np.array([tenant.priority for tenant in workload.tenants])[which]
+    merged = RequestTable(arrival, given, wanted, priority=ranks if ranks.any() else None, tenant=which)
+    return merged.taken(order), tuple(notes)
 
 
 def lengths(random: np.random.Generator, count: int, mean: float, cv: float) -> npt.NDArray[np.int64]:

@@ -20,7 +20,7 @@ from pdsim.core.errors import ConfigError
 from pdsim.core.progress import silent
 from pdsim.hardware.machine import Machine, Nic
 from pdsim.results.record import Result
-from pdsim.serving.settings import Kv, Slo
+from pdsim.serving.settings import Kv, Slo, Tenant, Workload
 from pdsim.serving.workload import draw, load
 from pdsim.sim.model import Model
 from tests.support.configs import EIGHT, ENGINE
@@ -169,6 +169,17 @@ def wanted(slo: Slo = SLO, hw: Machine = EIGHT, **options: Any) -> Config:
     experiment = CapacityOptions(**small | options)
     workload = replace(GENERATED, count=150)
     return served(model=GQA, kv=ROOMY, experiment=experiment, workload=workload, slo=slo, hw=hw)
+
+
+def test_every_tenant_is_to_meet_its_own_slo():
+    tenants = tuple(
+        Tenant(name=name, rate=rate, ttft=ttft, tpot=1.0, input_mean=600, output_mean=8)
+        for name, rate, ttft in (("hard", 0.2, 1e-6), ("easy", 4.0, 9.0))
+    )
+    config = replace(wanted(deployment="disaggregated"), workload=Workload(arrivals="poisson", tenants=tenants))
+    answer = told(run(config, Model(config.hw, config.backend), silent))
+    assert answer["SLO"] == "TTFT and TPOT of each tenant (hard 1 us, 1 s; easy 9 s, 1 s) for 90% of requests"
+    assert answer["nearest"].endswith("of the worst tenant, meet the SLO (hard 0.0%, easy 100.0%)")
 
 
 def told(result: Result) -> dict[str, str]:
