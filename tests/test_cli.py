@@ -315,7 +315,7 @@ def test_ctrl_c_anywhere_leaves_the_status(tmp_path):
 SWALLOWING = """\
 import os, signal
 try:
-    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.NAME)
     for _ in range(10**6):
         pass
 except BaseException:
@@ -324,9 +324,10 @@ except BaseException:
 
 IMPORTING = """\
 import sys, time
-from pdsim.cli.process import beginning, begun
+from pdsim.cli.process import beginning, begun, terminable
 beginning()
 begun()
+terminable()
 try:
     import swallowing
     time.sleep(60)
@@ -335,10 +336,11 @@ except KeyboardInterrupt:
 """
 
 
-def test_ctrl_c_is_not_lost_in_an_import(tmp_path):
-    (tmp_path / "swallowing.py").write_text(SWALLOWING)
+@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_is_not_lost_in_an_import(tmp_path, name, status):
+    (tmp_path / "swallowing.py").write_text(SWALLOWING.replace("NAME", name))
     done = subprocess.run([sys.executable, "-c", IMPORTING], cwd=tmp_path, timeout=30, check=False)
-    assert done.returncode == 130
+    assert done.returncode == status
 
 
 def test_nothing_heavy_is_imported_by_a_simulation():

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn, TextIO
@@ -49,19 +49,25 @@ def terminable() -> None:
     signal.signal(signal.SIGTERM, _terminated)
 
 
-def _terminated(number: int, _: object) -> NoReturn:
-    raise SystemExit(128 + number)
+def _terminated(number: int, frame: FrameType | None) -> None:
+    if not _later(frame, _terminated, number):
+        raise SystemExit(128 + number)
 
 
-def _interrupt(_number: int, frame: FrameType | None) -> None:
-    # What an extension module imports may swallow an exception, as in Cython's modules, so the import ends first.
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    if not _later(frame, _interrupt, number):
+        raise Interrupted
+
+
+def _later(frame: FrameType | None, handle: Callable[[int, FrameType | None], None], number: int) -> bool:
+    # What is imported may swallow an exception, as Cython's modules do, so an import that is under way ends first.
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            signal.signal(signal.SIGALRM, _interrupt)
+            signal.signal(signal.SIGALRM, lambda _, then: handle(number, then))
             signal.setitimer(signal.ITIMER_REAL, 0.01)
-            return
+            return True
         frame = frame.f_back
-    raise Interrupted
+    return False
 
 
 def _end(*_: object) -> NoReturn:
