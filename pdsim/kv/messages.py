@@ -19,7 +19,7 @@ from pdsim.core.errors import MessageError
 from pdsim.kv.layout import AUX_ROWS, KvLayout
 from pdsim.kv.pages import Pages, Runs
 
-VERSION = 14
+VERSION = 15
 """Of the schema; to be raised with every change of a message's fields."""
 
 
