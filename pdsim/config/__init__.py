@@ -377,7 +377,9 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = (), folders: Seq
     config, preset = presets.filled(build(Config, values, known=_known), open_keys)
     if config.compute.name == presets.AUTO:
         own_compute = partial(build, Compute, at="compute")
-        config = replace(config, compute=presets.computing(config, values["compute"], keys, folders, own_compute))
+        chosen = presets.computing(config, values["compute"], keys, folders, own_compute)
+        graphs = config.compute.graph_tokens if "compute.graph_tokens" in open_keys else chosen.graph_tokens
+        config = replace(config, compute=replace(chosen, graph_tokens=graphs))
     backend, changed, of_options, errors = _with_options(config.backend, keys, config.target)
     backend = _on_hardware(backend, config.hw)
     factor, why = _host(config, calibration)

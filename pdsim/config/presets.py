@@ -32,7 +32,7 @@ _Config = TypeVar("_Config")  # a `pdsim.config.Config`, which imports this
 AUTO = "auto"
 KEYS = (
     "kv.page_size", "scheduler.chunk", "scheduler.prefill_batch", "scheduler.decode_batch",
-    "scheduler.memory_fraction",
+    "scheduler.memory_fraction", "compute.graph_tokens",
 )  # fmt: skip
 """Keys that are ``auto`` unless a file or the command line says more."""
 
@@ -167,6 +167,7 @@ _ARGS, _MEMORY, _NIXL = "srt/server_args.py", "srt/arg_groups/memory_hook.py", "
 _RUNNER = "srt/model_executor/model_runner_kv_cache_mixin.py"
 _CACHE, _ENGINE_ARGS, _BLOCKS = "vllm/config/cache.py", "vllm/engine/arg_utils.py", "vllm/v1/core/block_pool.py"
 _SCHEDULER, _FLASH = "vllm/v1/core/sched/scheduler.py", "vllm/v1/attention/backends/flash_attn.py"
+_COMPILATION = "vllm/config/compilation.py"
 _LLM_ARGS = "tensorrt_llm/llmapi/llm_args.py"
 _Value = Callable[[Any], Any]
 _memory: _Value = partial(_sglang_memory, _SIZES, False)
@@ -199,6 +200,7 @@ RELEASES: Mapping[str, Mapping[str, tuple[Setting, ...]]] = {
             Setting("scheduler.prefill_batch", _same_batch, "--max-num-seqs", _SCHEDULER),
             Setting("engine.pages", "queue", "free_blocks", _BLOCKS),
             Setting("engine.packed", False, "get_kv_cache_shape", _FLASH),
+            Setting("compute.graph_tokens", 512, "--max-cudagraph-capture-size", _COMPILATION),
         ),
         "0.24.0": (Setting("engine.pages", "stack", "free_blocks, prepend_n", _BLOCKS),),
         "0.26.0": (Setting("engine.packed", True, "get_kv_cache_shape", _FLASH),),
@@ -283,13 +285,13 @@ def opened(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
         for name, value in part.items():
             if f"engine.{name}" in own and value == AUTO:
                 kept[name] = own[f"engine.{name}"].value
-            elif value == AUTO:
+            elif value == AUTO and at + name != "compute.name":
                 keys.append(f"{at}{name}")
             else:
                 kept[name] = without(value, f"{at}{name}.")
         return kept
 
-    places = ("kv", "scheduler", "engine", "backend", "experiment")
+    places = ("kv", "scheduler", "engine", "backend", "compute", "experiment")
     return {name: without(part, f"{name}.") if name in places else part for name, part in values.items()}, tuple(
         keys
     )
