@@ -102,6 +102,7 @@ compare . -> compare takes 2 to 26 folders of runs, got 1
 best -> best needs the folder of a sweep, such as one in results; see pdsim best --help
 best . -> best ranks the points of one sweep, got .; name the folder of a sweep, such as results/sweep-HASH,
 recipe prefill.sh -> prefill.sh is not a file; name one, or write a command line in quotes: 'vllm serve MODEL'
+list hw hw=8xh200 -> hw=8xh200: a value is for what auto takes; write pdsim list compute hw=8xh200
 list modell -> no group 'modell'; did you mean model? There are backend,
 doctor now -> doctor takes no arguments but --host and --config-dir, got 'now'
 run 8xh200 -> '8xh200' is not KEY=VALUE; did you mean hw=8xh200?

@@ -1,9 +1,11 @@
 """``compute=auto`` takes the file that fits GPU, engine and model, and says why."""
 
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
+from pdsim.compute import tables
 from pdsim.config import presets
 from pdsim.config.compose import CommandLine, compose, composed
 
@@ -97,3 +99,15 @@ def test_weights_of_another_type_were_not_measured():
     words = ["hw=1xh200", "engine=vllm", "model=qwen3-8b", "experiment.deployment=colocated", "parallel=tp1"]
     assert compose(words).compute.name == "h200_fa3"
     assert compose([*words, "model.dtype_bytes=1"]).compute.name == "h200_vllm"
+
+
+def test_list_compute_says_what_auto_takes_why_and_errors(pdsim_says):
+    status, out, _ = pdsim_says("list", "compute", "hw=2xh200", "parallel=tp1", "model=qwen3-32b", "engine=vllm")
+    seal = sha256(tables.path_of("h200_vllm").read_bytes()).hexdigest()[:12]
+    taken, errors = out.splitlines()[-2:]
+    why = f"published operators of vllm on H200, table of SHA-256 {seal}"
+    assert (status, taken) == (0, f"hw=2xh200 model=qwen3-32b engine=vllm takes compute=h200_vllm: {why}")
+    assert errors.startswith("its source and errors: published: aiconfigurator-core")
+    assert "median and p95 of the error in % of those held out" in errors
+    line = pdsim_says("list", "compute", "hw=8xh20", "compute=h200")[1].splitlines()[-2]
+    assert line.endswith("takes compute=h200: it was named")

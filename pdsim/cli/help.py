@@ -307,6 +307,7 @@ Options:
 
 PAGES["list"] = """\
 usage: pdsim list [GROUP ...] [--schema] [--json] [--config-dir DIR]
+       pdsim list compute [KEY=VALUE ...]    also the file that auto takes for these values, why, and its errors
 
 List the choices with a line about each: of all groups, or of some of
 {groups}.

@@ -266,11 +266,14 @@ def _need_scipy(command: str) -> None:
 def _list(words: Sequence[str]) -> int:
     # Without a group it also names the implementations that packages register, with the package of those that are
     # not pdsim's.
-    chosen, asked = usage.parse("list", words)
+    rest, asked = usage.parse("list", words)
+    chosen, settings = ([word for word in rest if ("=" in word) is given] for given in (False, True))
     own = _own_folders(asked)
     known = plugins.groups(own)
     if wrong := [word for word in chosen if word not in known]:
         raise ConfigError(f"no group {wrong[0]!r}; {instead(wrong[0], known)}")
+    if settings and (chosen != ["compute"] or {"--schema", "--json"} & set(asked)):
+        raise ConfigError(f"{settings[0]}: a value is for what auto takes; write pdsim list compute {settings[0]}")
     if "--schema" in asked:
         return _schema(chosen)
     if "--json" in asked:
@@ -284,12 +287,24 @@ def _list(words: Sequence[str]) -> int:
         width = max(16, *map(len, names))
         for name in names:
             _say(f"  {name:<{width}} {plugins.describe(group, name, own)}")
+    if chosen == ["compute"]:
+        _taken(settings, asked)
     if not chosen:
         for what, group in (("backends", plugins.BACKENDS), ("collectives", plugins.COLLECTIVES)):
             provided = ((name, plugins.provider(group, name)) for name in plugins.names(group))
             known = [name if package == "pdsim" else f"{name} (from {package})" for name, package in provided]
             _say(f"implementations of {what} for target=real: {', '.join(known)} (pdsim doctor: which work here)")
     return 0
+
+
+def _taken(words: Sequence[str], asked: Mapping[str, Any]) -> None:
+    from pdsim.config import compose
+
+    config: Any = compose.composed(compose.CommandLine.of(words, asked))
+    compute, of = config.compute, f"hw={config.hw.name} model={config.model.name} engine={config.engine.name}"
+    _say(f"{of} takes compute={compute.name}: {compute.chosen or 'it was named'}")
+    if compute.source:
+        _say(f"its source and errors: {' '.join(compute.source.split())}")
 
 
 _COPIED = {"hw": "8xh100", "model": "qwen3-8b"}  # simple ones; of other groups the first
