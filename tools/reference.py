@@ -13,6 +13,7 @@ The other parts stand each between two HTML comments of their page:
   laws of simulation; docs/faults.md: the kinds of faults and the invariants.
 - docs/validation.md and data/validation/README.md: what `tools.validation` says, figures of
   reports, and big models.
+- docs/validation.md: whole servers beside AISimulate, from `data/benchmarks/scorecard.csv`.
 - docs/deployments.md: flags of serving engines, from `pdsim.recipes`.
 - docs/performance.md: CPU time beside AISimulate, from `data/benchmarks/peers.csv`.
 - README.md: the output of its first command and what staging changes, on the model, where one seed gives the same
@@ -49,7 +50,7 @@ from pdsim.recipes import known
 from pdsim.results.schema import INSTANTS, LIVE, OPTIONAL, REQUESTS, SAMPLES, TRANSFERS, Column
 from pdsim.verify.invariants import INVARIANTS
 from pdsim.verify.laws import LAWS
-from tools import faults_model, faults_reached, faults_real, validation
+from tools import faults_model, faults_reached, faults_real, scorecard, validation
 from tools.big_models import CAUSES
 from tools.tables import markdown, rows
 
@@ -267,6 +268,7 @@ PARTS: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
     "claims": ("docs/reports.md", claims),
     "metadata": ("docs/reports.md", metadata),
     "inline": ("docs/reports.md", inline),
+    "scorecard": ("docs/validation.md", scorecard.table),
     "figures": ("docs/validation.md", figures),
     "big models": ("docs/validation.md", big_models),
     "transfers": ("docs/validation.md", validation.transfers),

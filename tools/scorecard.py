@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole servers that others measured, by pdsim and AISimulate: the table of docs/validation.md.
+
+    pdsim validate --against inferencex FILE... 'experiment.gpus=[h200,b200]'
+    python -m tools.scorecard FOLDER      # keeps the errors of that run in data/benchmarks/scorecard.csv
+    python -m tools.scorecard             # prints the table
+
+Rows of AISimulate stay; ``python -m benchmarks.peers.aisimulate COMMAND rows FILE...`` prints their figures, which
+are written by hand, in whole per cent.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pdsim.core.errors import ConfigError
+from pdsim.core.repository import data
+from tools.tables import markdown, rows
+
+NAMES = ("output", "tpot", "tpot p90", "tpot p99", "ttft", "ttft p90", "ttft p99")
+HEADS = ("simulator", "servers", "gpu", "count", *(f"{name} %" for name in NAMES), "source")
+PEER = "AISimulate 0.13"
+
+
+def keep(folder: Path, path: Path) -> None:
+    """Write the errors of *folder*, a run of ``validate --against inferencex``, to *path*; other rows of it stay.
+
+    Raise a `ConfigError` if the run has no errors.
+    """
+    run, summary = (json.loads((folder / f"{name}.json").read_text()) for name in ("run", "summary"))
+    table = next((table for table in summary["tables"] if table["title"] == "Errors"), None)
+    if table is None:
+        raise ConfigError(f"{folder} has no table of errors; name a run of pdsim validate --against inferencex")
+    commit = f"{run['git']['commit'][:8]}{', changed' * run['git']['dirty']}"
+    own = [dict(zip(table["columns"], each, strict=True)) for each in table["rows"]]
+    own.sort(key=lambda row: (row["servers"].partition(",")[0], row["gpu"] != "h200", row["servers"]))
+    made = [{**row, "simulator": "pdsim", "source": f"pdsim {run['pdsim']}, {commit}"} for row in own]
+    stay = [row for row in rows(path) if row["simulator"] != "pdsim"]
+    with path.open("w", encoding="utf-8", newline="") as file:
+        out = csv.DictWriter(file, HEADS, extrasaction="ignore", lineterminator="\n")
+        out.writeheader()
+        out.writerows({name: f"{v:.6g}" if isinstance(v, float) else v for name, v in row.items()} for row in made)
+        out.writerows(stay)
+
+
+def table(path: Path | None = None) -> Iterator[str]:
+    """Yield the table of docs/validation.md, mean errors in per cent, of *path* or `data/benchmarks`."""
+    of: dict[tuple[str, str, str], dict[str, str]] = {
+        (row["simulator"], row["servers"], row["gpu"]): row
+        for row in rows(path or data("benchmarks", "scorecard.csv"))
+    }
+    lines = []
+    for row in (row for (simulator, *_), row in of.items() if simulator == "pdsim"):
+        peer = of.get((PEER, row["servers"], row["gpu"]))
+        kind, _, steady = row["servers"].partition(", ")
+        name = f"{row['count']} of these, steady" if steady else f"{row['count']} {row['gpu'].upper()}"
+        name += ", disaggregated" if kind == "disaggregated" and not steady else ""
+        name += f" (AISimulate {peer['count']})" if peer and peer["count"] != row["count"] else ""
+        lines.append((name, _cell(row), _cell(peer) if peer else None))
+    yield from markdown(("servers", "pdsim", PEER), lines)
+
+
+def _cell(row: dict[str, str]) -> str:
+    output, *tails = [f"{float(text):.0f}" if (text := row[f"{name} %"]) else "-" for name in NAMES]
+    return f"{output}; {','.join(tails[:3])}; {','.join(tails[3:])}"
+
+
+def main(words: Sequence[str]) -> None:
+    """Keep the errors of the folder that *words* name, if they do; print the table."""
+    if words:
+        keep(Path(words[0]), data("benchmarks", "scorecard.csv"))
+    sys.stdout.write("\n".join(table()) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
