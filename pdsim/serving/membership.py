@@ -89,6 +89,7 @@ class _Instance:
     size: int
     places: dict[int, int] = field(default_factory=dict)  # start of each rank, in ns
     formed: bool = False
+    introduced: bool = False  # whether its ranks have heard of an instance of the other side since it was formed
     epoch: int = 0  # how often it was formed
     until: int = -1  # when the newest rank that was forgotten was started
 
@@ -153,9 +154,13 @@ class InstanceRegistry:
                 )
 
     def replaces(self, message: RegisterRank) -> bool:
-        """Return whether *message* is of a newer process of a rank that has a place in a formed instance."""
+        """Return whether *message* is of a newer process of a rank that has a place in an introduced instance.
+
+        Before that its other ranks know nothing of the older process, which may have ended unheard before they
+        started: the newer one just takes its place.
+        """
         known = self._instances[message.instance]
-        return known.formed and message.started > known.places.get(message.index, message.started)
+        return known.introduced and message.started > known.places.get(message.index, message.started)
 
     def register(self, message: RegisterRank) -> bool:
         """Give a rank its place; return whether that forms its instance.
@@ -183,6 +188,7 @@ class InstanceRegistry:
         self._introduced.add((prefill, decode))
         for mine, theirs in ((prefill, decode), (decode, prefill)):
             instance = instance_of(mine)
+            self._instances[instance].introduced = True
             for index, started in sorted(self._instances[instance].places.items()):
                 yield rank_name(instance, index), ConnectPeer(mine, theirs, started)
 
@@ -193,7 +199,7 @@ class InstanceRegistry:
         self._introduced = {pair for pair in self._introduced if instance not in map(instance_of, pair)}
         known = self._instances[instance]
         known.until = max([known.until, *known.places.values()])
-        known.places, known.formed = {}, False
+        known.places, known.formed, known.introduced = {}, False, False
         return known.until
 
     def choose(

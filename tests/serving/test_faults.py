@@ -18,6 +18,7 @@ from pdsim.serving.membership import InstanceRegistry
 from pdsim.serving.settings import ServingEngine
 from pdsim.serving.workload import Request
 from pdsim.sim.endpoint import DETECTION
+from pdsim.sim.faults import Faults, Stale
 from pdsim.testing.cases import COLLECTIVE
 from pdsim.transfer.job import RankSpec
 from tests.support.configs import EIGHT
@@ -62,6 +63,17 @@ def test_an_instance_ends_as_a_whole():
     outcome = serve([LONG], {"prefill0.1": 0.001}, prefill=Side(tp=2))
     assert "prefill0 is given up" in outcome.outcome.ranks["prefill0.0"].error
     assert outcome.outcome.ranks["decode0.0"].error == ""
+
+
+def test_ranks_that_start_again_form_no_instance_with_one_that_ended():
+    # prefill0.1 ends unheard, and is started again first: the prefill0.0 that is known then has ended
+    request, unheard = [Request(1.0, 100, 4)], Faults(stale=(Stale("prefill0.1", 0.0, 0.001, 0.5),))
+    restarts = {"prefill0.1": 0.3, "prefill0.0": 0.301}
+    outcome = serve(request, dict.fromkeys(restarts, 0.001), restarts, prefill=TP2, faults=unheard)
+    assert outcome.statuses == ["ok"]
+    calm = serve(request, prefill=TP2).rows[0]["arrived"]
+    assert outcome.rows[0]["arrived"] == pytest.approx(calm, abs=1e-12)
+    assert outcome.at_rest("prefill0.0", "decode0.0")
 
 
 @pytest.mark.parametrize("handoff", ["push", "pull"])
@@ -228,11 +240,24 @@ def registry(ranks: int) -> InstanceRegistry:
 
 def test_a_newer_incarnation_replaces_and_an_older_does_not():
     table = registry(1)
-    table.register(register("prefill0", 0, 5))
+    assert table.register(register("prefill0", 0, 5))
+    assert table.register(register("decode0", 0, 5))
+    assert len(list(table.introduce("prefill0@1", "decode0@1"))) == 2
     assert [table.replaces(register("prefill0", 0, when)) for when in (4, 5, 6)] == [False, False, True]
     assert table.lose("prefill0") == 5
     table.register(register("prefill0", 0, 6))
     assert table.current("prefill0") == "prefill0@2"
+
+
+def test_before_an_introduction_a_newer_rank_takes_the_older_ones_place():
+    table = registry(2)
+    for index, started in ((0, 0), (1, 5), (0, 6)):  # the first ended when nothing had been heard of its sibling
+        assert not table.replaces(register("prefill0", index, started))
+        table.register(register("prefill0", index, started))
+    table.register(register("decode0", 0))
+    met = list(table.introduce("prefill0@1", "decode0@1"))
+    assert [(name, connect.started) for name, connect in met[:2]] == [("prefill0.0", 6), ("prefill0.1", 5)]
+    assert table.replaces(register("prefill0", 0, 7))
 
 
 def test_a_rank_that_was_told_to_end_gets_no_place():
