@@ -298,7 +298,7 @@ class SimEndpoint:
                 transfer.settled.succeed()
                 return transfer
             transfer.posted = max(now, self.poster.free)
-        self._deadlines.add(now + limit, number)
+        self._deadlines.add(called + limit, number)
         return transfer
 
     def _add(self, posted: SimTransfer) -> int:

@@ -191,6 +191,14 @@ def test_deadlines_end_transfers(how, timeouts, expected):
     assert bench.b.buffer.read(100, 1) == (b"\0" if withdrawn else b"x")
 
 
+def test_a_deadline_begins_when_the_posting_thread_takes_the_call():
+    bench = Bench(model=cost(in_order=True))
+    bench.write()
+    bench.write(target=100, timeout=2.0)  # the thread takes it at 1.75
+    assert [event for event in bench.run() if event[1] != "settled"] == [(3.5, "ok"), (3.75, "TransferTimeout")]
+    assert [(row.submitted, row.completed) for row in bench.a.records] == [(0.0, 3.5), (1.75, 3.75)]
+
+
 def test_a_peer_is_lost_to_what_is_posted_before_and_noticed_after_deadlines(bench):
     bench.b.endpoint.kill()
     bench.at(DETECTION / 4, lambda: bench.write(timeout=DETECTION / 4))
