@@ -106,6 +106,8 @@ OWN = {
     r"compute\.kernels\.allreduce.*": "compute.kernels.allreduce={2:{latency:1us,rate:1GB/s}}",
     r"compute\.kernels\.shapes.*": "compute.kernels.shapes={1x2:{tokens:[1],factor:[1.5]}}",
     r"hw\.link\.changes.*": "hw.link.changes=[{kind:slow,start:1s,end:2s,share:0.5,hop:0}]",
+    r"workload\.tenants.*": "workload.tenants=[{name:chat,rate:3,ttft:1s,tpot:20ms,input_mean:100,input_cv:0.5,"
+    "output_mean:10,output_cv:0.3,priority:1}]",
     r"experiment\(seed_nixl_staging\)\.experts": "experiment.experts.context=9000",
     r"experiment\(seed_nixl_staging\)\.tp": "experiment.tp=[2to1]",
     r"experiment\(\w+\)\.tp": "experiment.tp=[1to1]",

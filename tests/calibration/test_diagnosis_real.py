@@ -33,7 +33,7 @@ def causes(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, tuple[f
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in MARKED if "shm" not in str(name)])
 def test_known_link_slower_than_said_is_a_slow_wire(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    sizes = ["experiment.blocks=[1,16]", "experiment.size=[65536,1048576]", "experiment.repeat=5"]
+    sizes = ["experiment.blocks=[1,4]", "experiment.size=[262144,4194304]", "experiment.repeat=5"]
     run = str(ran(tmp_path, "hw=link", f"backend={name}", "hw.link.rate=500Mbps", "hw.link.delay=0.1ms", *sizes))
     said = causes(capsys, run, "hw.link.rate=4Gbps")
     assert next(iter(said)) == "slow wire"
