@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pdsim.calibration import samples
 from pdsim.core.errors import ConfigError
 from pdsim.kv import messages
 from pdsim.serving.settings import Workload
@@ -36,3 +37,9 @@ def test_a_trace_whose_values_lie_too_deep_is_refused(tmp_path):
     path.write_text('{"hash_ids": ' + "[" * 100_000 + "\n")
     with pytest.raises(ConfigError, match=r"deep\.jsonl:1: "):
         load(Workload(trace=str(path)), 0, 1000)
+
+
+def test_a_comment_of_samples_may_say_nothing(tmp_path):
+    path = tmp_path / "samples.csv"
+    path.write_text("# source: \n# : \n# kind: measured\npattern,blocks,size,seconds\npair,1,4096,1e-5\n")
+    assert samples.read(path).about == {"source": "", "": "", "kind": "measured"}

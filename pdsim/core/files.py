@@ -67,7 +67,8 @@ def table(path: Path, way_out: str) -> tuple[dict[str, str], list[dict[str, str]
         raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}; {way_out}") from error
     if not rows:
         raise ConfigError(f"{path} has no rows; {way_out}")
-    return dict(line[1:].strip().split(": ", 1) for line in lines if line.startswith("#") and ": " in line), rows
+    comments = (line[1:].partition(": ") for line in lines if line.startswith("#"))
+    return {key.strip(): value.strip() for key, colon, value in comments if colon}, rows
 
 
 def yaml_text(path: Path) -> str:
