@@ -330,7 +330,7 @@ def test_a_release_changes_what_changed_between_releases():
 
 
 def test_an_unknown_release_is_refused_with_those_known():
-    with pytest.raises(ConfigError, match=r"engine.version=0.99 .* pdsim knows 0.22.1, 0.24.0, 0.26.0"):
+    with pytest.raises(ConfigError, match=r"engine.version=0.99 .* pdsim knows 0.22.1, 0.24.0, 0.26.0, 0.28.0"):
         composed("engine=vllm", "engine.version=0.99")
     with pytest.raises(ConfigError, match="only vllm, sglang and trtllm have releases"):
         composed("engine=generic", "engine.version=0.99")

@@ -152,6 +152,14 @@ def _vllm_large(large: int, small: int, config: Any) -> int:
     return large if gpu is None or (gpu.memory >= 70 * 2**30 and "A100" not in gpu.name) else small
 
 
+def _newer_vllm_chunk(config: Any) -> int:
+    return 16384 if _mebibytes(config) >= 160 * 1024 else _vllm_large(8192, 2048, config)
+
+
+def _vllm_graphs(config: Any) -> int:
+    return 1024 if config.hw.gpu and config.hw.gpu.name in _BLACKWELL else 512
+
+
 def _trtllm_memory(config: Any) -> float:
     # kv_cache_config.free_gpu_memory_fraction is of what the weights leave, which are those of the side with more
     if config.hw.gpu is None:
@@ -167,7 +175,7 @@ _ARGS, _MEMORY, _NIXL = "srt/server_args.py", "srt/arg_groups/memory_hook.py", "
 _RUNNER = "srt/model_executor/model_runner_kv_cache_mixin.py"
 _CACHE, _ENGINE_ARGS, _BLOCKS = "vllm/config/cache.py", "vllm/engine/arg_utils.py", "vllm/v1/core/block_pool.py"
 _SCHEDULER, _FLASH = "vllm/v1/core/sched/scheduler.py", "vllm/v1/attention/backends/flash_attn.py"
-_COMPILATION = "vllm/config/compilation.py"
+_COMPILATION, _VLLM = "vllm/config/compilation.py", "vllm/config/vllm.py"
 _LLM_ARGS = "tensorrt_llm/llmapi/llm_args.py"
 _Value = Callable[[Any], Any]
 _memory: _Value = partial(_sglang_memory, _SIZES, False)
@@ -204,6 +212,10 @@ RELEASES: Mapping[str, Mapping[str, tuple[Setting, ...]]] = {
         ),
         "0.24.0": (Setting("engine.pages", "stack", "free_blocks, prepend_n", _BLOCKS),),
         "0.26.0": (Setting("engine.packed", True, "get_kv_cache_shape", _FLASH),),
+        "0.28.0": (
+            Setting("scheduler.chunk", _newer_vllm_chunk, "--max-num-batched-tokens", _ENGINE_ARGS),
+            Setting("compute.graph_tokens", _vllm_graphs, "--max-cudagraph-capture-size", _VLLM),
+        ),
     },
     "trtllm": {
         "1.4.0rc4": (
