@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from pdsim.calibration import samples
@@ -43,3 +45,7 @@ def test_a_comment_of_samples_may_say_nothing(tmp_path):
     path = tmp_path / "samples.csv"
     path.write_text("# source: \n# : \n# kind: measured\npattern,blocks,size,seconds\npair,1,4096,1e-5\n")
     assert samples.read(path).about == {"source": "", "": "", "kind": "measured"}
+
+
+def test_right_answers_of_servers_serve_the_request():
+    assert {fuzz_inputs.served(fuzz_inputs.answers(Random(number))).status for number in range(9)} == {"ok"}

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of campaigns of simulated faults in docs/reliability.md: ``python -m tools.faults_model [PARTS...]``.
 
-PARTS are files that ``experiment=faults experiment.parts=FILE`` kept, of which nobody knows the CPU time.  Those of
-`STORED` are always counted; each is an object with the code and the options of a campaign, its seeds as pairs of the
+PARTS are files that ``experiment=faults experiment.parts=FILE`` kept, of which nobody knows the CPU time.
+``python -m tools.faults_model --save FILE PARTS`` keeps the sum of one of them for `STORED`, whose files are always
+counted; each is an object with the code and the options of a campaign, its seeds as pairs of the
 first and the one after the last, how requests ended, CPU seconds, and rows of violations that begin with the seed.
 """
 
@@ -42,16 +43,18 @@ def table(files: Sequence[Path] = ()) -> Iterator[str]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    part, *scenarios = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    ends: Counter[str] = Counter()
-    for _, _, statuses, _, _ in scenarios:
-        ends.update(statuses)
-    return {
-        **part,
-        "seeds": [[seed, seed + 1] for seed, *_ in scenarios],
-        "statuses": ends,
-        "violations": [[seed] for seed, violations, *_ in scenarios if violations],
-    }
+    ends, seeds, events, bad = Counter[str](), [], 0, []
+    with path.open(encoding="utf-8") as file:
+        part = json.loads(next(file))
+        for line in file:
+            seed, violations, statuses, count, text, *_ = json.loads(line)
+            seeds.append([seed, seed + 1])
+            ends.update(statuses)
+            events += count
+            if violations:
+                invariant, at, what = violations[0]
+                bad.append([seed, invariant, f"{at:.6f} s: {what}", len(violations), text])
+    return {**part, "seeds": _joined(seeds), "events": events, "statuses": ends, "violations": bad}
 
 
 def _joined(spans: list[list[int]]) -> list[list[int]]:
@@ -67,4 +70,7 @@ def _joined(spans: list[list[int]]) -> list[list[int]]:
 
 
 if __name__ == "__main__":
-    print("\n".join(table([Path(name) for name in sys.argv[1:]])))
+    if sys.argv[1:2] == ["--save"]:
+        Path(sys.argv[2]).write_text(json.dumps(_read(Path(sys.argv[3]))) + "\n", encoding="utf-8")
+    else:
+        print("\n".join(table([Path(name) for name in sys.argv[1:]])))

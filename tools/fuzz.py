@@ -2,10 +2,11 @@
 """Feed what others write to whatever reads it, changed at random: ``python -m tools.fuzz --state FILE``.
 
 Each family is a kind of input: messages, frames of the wire, traces, outputs of other tools, samples, calibrations,
-configurations, overrides and folders of results.  Input *i* of a family follows from ``--seed``, the family and *i*
-alone, so a run can be cut, resumed from its state file, and a finding repeated: ``--only FAMILY:I``.  A finding is
-an exception that is not the documented one, an error that is not of one line a mistake, or an input that takes
-longer than `SLOW` seconds of processor time.  The exit status is 1 if there are findings.
+configurations, overrides, folders of results and answers of servers over HTTP.  Input *i* of a family follows from
+``--seed``, the family and *i* alone, so a run can be cut, resumed from its state file, and a finding repeated:
+``--only FAMILY:I``.  A finding is an exception that is not the documented one, an error that is not of one line a
+mistake, or an input that takes longer than `SLOW` seconds of processor time.  The exit status is 1 if there are
+findings.
 """
 
 from __future__ import annotations
@@ -14,16 +15,23 @@ import argparse
 import copy
 import io
 import json
+import re
 import sys
 import tempfile
+import textwrap
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache, partial
+from math import inf
 from pathlib import Path
 from random import Random
 from typing import Any, TextIO
 
 from pdsim.core.errors import ConfigError, MessageError
+from pdsim.core.repository import data
 from pdsim.results.record import Table
 
 SLOW = 5.0
@@ -39,11 +47,15 @@ SHARES = {
     "configurations": 25_000,
     "overrides": 20_000,
     "results": 2_000,
+    "http": 50_000,
 }
-"""Inputs of each family in a whole run: 1,012,000."""
+"""Inputs of each family in a whole run: 1,062,000."""
 
-_SAVED = 500
-"""Inputs between two writes of the state."""
+RECORDS = data("benchmarks", "fuzz")
+"""State files of whole runs, each of a seed of its own."""
+
+_PARTS = 1000
+"""In which a family is tried; the state is written after each."""
 
 _CHARACTERS = "0123456789.-+eE|:,{}[]()\"'#=$%&*!?/\\ \n\t\x00NaTrufl\u00e9\u2028\ud7ff"
 _ODD: tuple[Any, ...] = (
@@ -81,6 +93,15 @@ def torn(random: Random, payload: bytes) -> bytes:
                 (random.randbytes(random.randint(1, 9)), damaged[at : at + 9], b"\xc1", b"\xa3")
             )
     return bytes(damaged)
+
+
+def miscounted(random: Random, payload: bytes) -> bytes:
+    """Return *payload* with up to three of its numbers replaced by odd ones."""
+    odd = b"-1", b"0", b"5", b"1.5", b"true", b"null", b"1e308", b"%d" % (1 << 62), b"9" * 400, b'"4"'
+    for _ in range(random.randint(1, 3)):
+        at = random.choice(list(re.finditer(rb"\d+", payload)))
+        payload = payload[: at.start()] + random.choice(odd) + payload[at.end() :]
+    return payload
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -237,6 +258,20 @@ class Bench:
         ):
             refused_in_one_line(act)
 
+    def http(self, random: Random) -> None:
+        """Serve a request by a server, or a pair, whose answers are damaged, miscounted, late, or cut."""
+        damage = random.choice((torn, torn, miscounted, lambda _, answer: answer))
+        answers = [damage(random, answer) for answer in self.right.answers(random)]
+        manner = random.choices(self.right.MANNERS, (20, 2, 2, 1))[0]
+        served = self.right.served(answers, manner)
+        known = "ok", "Aborted: ", "Error: ", "HTTP ", "Malformed: ", "ServerLost: ", "Timeout: "
+        if not served.status.startswith(known) or len(served.status.splitlines()) > 1:
+            raise AssertionError(f"the request ended with {served.status!r}")
+        if served.status == "ok" and (served.tokens != 4 or served.first is None or min(served.gaps, default=0) < 0):
+            raise AssertionError(f"a request that was served has {served}")
+        if served.status.startswith("Timeout") and manner != "stalled":
+            raise AssertionError(f"{manner}, but {served.status}")
+
     def _damage(self, random: Random, right: str) -> None:
         if random.random() < 0.05:
             self.path.write_bytes(torn(random, right[:200].encode()))
@@ -266,6 +301,15 @@ def one(bench: Bench, family: str, seed: int, number: int) -> str:
     return f"took {took:.1f} s" if took > SLOW else ""
 
 
+def lines() -> Iterator[str]:
+    """Yield how many inputs the runs that are kept in `RECORDS` tried, by family, and how many findings they had."""
+    runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RECORDS.glob("*.json"))]
+    done = sum((Counter(run["done"]) for run in runs), Counter[str]())
+    each = ", ".join(f"{family} {count:,}" for family, count in done.most_common())
+    found = [f"{family}:{number}" for run in runs for family, number, _ in run["findings"]]
+    yield from textwrap.wrap(f"Inputs: {done.total():,} ({each}); findings: {', '.join(found) or 'none'}.", 117)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Try all inputs that the state file does not have yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -273,35 +317,58 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of inputs")
     parser.add_argument("--families", default=",".join(SHARES))
+    parser.add_argument("--workers", type=int, default=1, help="processes")
+    parser.add_argument("--seconds", type=float, default=inf, help="after which no more inputs are begun")
     parser.add_argument("--only", help="FAMILY:I, whose exception is shown")
     options = parser.parse_args(arguments)
+    if options.state is None and not options.only:
+        parser.error("--state is missing: name a file")
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder))
         if options.only:
             family, _, number = options.only.partition(":")
-            FAMILIES[family](bench, Random(f"{options.seed}/{family}/{number}"))
+            FAMILIES[family](_bench(folder), Random(f"{options.seed}/{family}/{number}"))
             return 0
-        if options.state is None:
-            parser.error("--state is missing: name a file")
-        return _all(bench, options)
+        return _all(options, folder)
 
 
-def _all(bench: Bench, options: argparse.Namespace) -> int:
+@cache
+def _bench(folder: str) -> Bench:
+    return Bench(Path(tempfile.mkdtemp(dir=folder)))  # one for each process
+
+
+def _block(folder: str, until: float, seed: int, block: tuple[str, int, int]) -> tuple[str, int, list[list[Any]]]:
+    # The family, the number after its last input, or 0 if time was over, and what was found.
+    family, first, end = block
+    if time.monotonic() > until:
+        return family, 0, []
+    tried = ((number, one(_bench(folder), family, seed, number)) for number in range(first, end))
+    return family, end, [[family, number, problem] for number, problem in tried if problem]
+
+
+def _all(options: argparse.Namespace, folder: str) -> int:
     path: Path = options.state
     known = json.loads(path.read_text()) if path.exists() else {"seed": options.seed, "done": {}, "findings": []}
     if known["seed"] != options.seed:
         sys.exit(f"--state {path} is of --seed {known['seed']}: its inputs and these do not add up")
+    done: dict[str, int] = known["done"]
+    blocks: list[tuple[float, tuple[str, int, int]]] = []
     for family in options.families.split(","):
-        for number in range(known["done"].get(family, 0), int(SHARES[family] * options.scale)):
-            if problem := one(bench, family, options.seed, number):
-                known["findings"].append([family, number, problem])
+        count = int(SHARES[family] * options.scale)
+        size = max(1, count // _PARTS)
+        firsts = range(done.setdefault(family, 0), count, size)
+        blocks += [(first / count, (family, first, min(first + size, count))) for first in firsts]
+    order = [block for _, block in sorted(blocks)]  # families keep step, if time is short
+    tried = partial(_block, folder, time.monotonic() + options.seconds, options.seed)
+    with ProcessPoolExecutor(options.workers) as pool:
+        for family, end, findings in pool.map(tried, order):
+            done[family] = max(done[family], end)
+            known["findings"] += findings
+            for _, number, problem in findings:
                 print(f"{family}:{number} {problem}", flush=True)
-            known["done"][family] = number + 1
-            if number % _SAVED == 0:
-                path.write_text(json.dumps(known))
-        path.write_text(json.dumps(known))
-        print(f"{family}: {known['done'].get(family, 0)} inputs", flush=True)
-    print(f"{sum(known['done'].values())} inputs, {len(known['findings'])} findings")
+            path.write_text(json.dumps(known))
+    for family, count in done.items():
+        print(f"{family}: {count} inputs")
+    print(f"{sum(done.values())} inputs, {len(known['findings'])} findings")
     return 1 if known["findings"] else 0
 
 

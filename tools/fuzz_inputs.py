@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import typing
 from functools import cache
 from pathlib import Path
+from random import Random
 from types import UnionType
 from typing import Any
 
@@ -115,6 +117,81 @@ def card() -> bytes:
     from backends.base.control import Card
 
     return msgspec.msgpack.encode(Card("a", "tcp://127.0.0.1:4000", b"0123456789abcdef", "1/2/3"))
+
+
+_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
+_PREFILLED = (
+    b'{"choices":[{"text":"a","finish_reason":"length"}],"usage":{"prompt_tokens":3,"completion_tokens":1},'
+    b'"kv_transfer_params":{"do_remote_prefill":true,"remote_engine_id":"e","remote_block_ids":[1,2]}}'
+)
+_COMPLETED = tuple(
+    b'data: {"choices":[{"text":"a","token_ids":[7]%b}],"usage":{"prompt_tokens":3,"completion_tokens":%d}}\n\n'
+    % (b',"finish_reason":"length"' if count == 4 else b"", count)
+    for count in range(1, 5)
+)
+_GENERATED = tuple(
+    b'data: {"text":"a","meta_info":{"id":"r","finish_reason":%b,"prompt_tokens":3,"completion_tokens":%d}}\n\n'
+    % (b'{"type":"length","length":4}' if count == 4 else b"null", count)
+    for count in range(1, 5)
+)
+
+
+def answers(random: Random) -> list[bytes]:
+    """Return the right answers of one server: of vLLM or SGLang; or of two: vLLM's prefill and decode."""
+    kind = random.randrange(3)
+    stream = _HEAD + b"".join(_GENERATED if kind == 1 else _COMPLETED) + b"data: [DONE]\n\n"
+    return [_HEAD + _PREFILLED, stream] if kind == 2 else [stream]
+
+
+MANNERS = "whole", "pieces", "reset", "stalled"
+"""How a server sends its answer: at once, bit by bit, up to a reset of the connection, or half of it and no more."""
+
+
+def served(answers: list[bytes], manner: str = "whole") -> Any:
+    """Return the row of a request of 3 and 4 tokens that servers on loopback answer with these bytes, in turn.
+
+    The first server answers in a *manner* of `MANNERS`.
+    """
+    import asyncio
+
+    from backends.live.client import _one
+    from backends.live.formats import OpenAiCompletions, SglangGenerate
+    from backends.live.http import LiveServer, session
+    from backends.live.routes import Direct, RequestRow, VllmPair
+    from pdsim.serving.workload import Request
+
+    left, manners = list(answers), [manner]
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            await reader.readuntil(b"\r\n\r\n")
+            data, how = left.pop(0) if left else b"", manners.pop() if manners else "whole"
+            half = len(data) // 2
+            for start, end in ((0, half), (half, len(data))):
+                writer.write(data[start:end])
+                await writer.drain()
+                if how == "reset":
+                    writer.transport.abort()
+                await asyncio.sleep({"pieces": 1e-3, "stalled": 1.0}.get(how, 0.0))
+        writer.close()
+
+    async def serve() -> RequestRow:
+        listener = await asyncio.start_server(answer, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        servers, row = [LiveServer("server", "server0", url)], RequestRow()
+        form: Any = OpenAiCompletions("tiny", ignore_eos=True, continuous=True, request={})
+        if b"meta_info" in answers[-1]:
+            form = SglangGenerate(ignore_eos=True, prompts="ids", request={})
+        pair = VllmPair(form, "round_robin", True, servers, servers)
+        route = pair if len(answers) > 1 else Direct(form, "round_robin", True, servers)
+        async with session(key="", connections=2, connect_timeout=2.0) as opened:
+            slots, start = asyncio.Semaphore(1), asyncio.get_running_loop().time()
+            patience = 0.1 if manner == "stalled" else 5.0
+            await _one(Request(0.0, 3, 4), row, route, opened, b"[1,2,3]", slots, start, patience)
+        listener.close()
+        return row
+
+    return asyncio.run(serve())
 
 
 @cache

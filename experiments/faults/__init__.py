@@ -66,13 +66,14 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:  # no
     alike = {"requests": options.requests, "intensity": options.intensity, "without": sorted(options.without)}
     parts = campaign_parts(Path(options.parts), alike) if options.parts else None
     tried = [parts.kept[seed] for seed in seeds if seed in parts.kept] if parts else []
-    known = {each.seed for each in tried}
+    known, bad = {each.seed for each in tried}, _bad(tried)
     left, started = [trial for trial in trials if trial.seed not in known], time.monotonic()
     for done in tries(left, options.workers or os.cpu_count() or 1):
         tried.append(done)
         if parts:
             parts.add(done)
-        progress(len(tried) / len(trials), f"{len(tried)} scenarios, {_bad(tried)} with violations")
+        bad += bool(done.violations)
+        progress(len(tried) / len(trials), f"{len(tried)} scenarios, {bad} with violations")
     notes = []
     if parts:
         all_bad = _bad(parts.kept.values())
