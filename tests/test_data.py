@@ -8,6 +8,7 @@ import json
 
 import pytest
 
+from pdsim.core import files
 from pdsim.core.repository import data
 from pdsim.validation.intervals import BLIND
 from pdsim.validation.sealed import unseal
@@ -19,7 +20,7 @@ SEALED = sorted(
         "live/**/expected-*.json",
         "live/**/second-*.json",
         "live/*.json",
-        "validation/*/expectations.json",
+        "validation/*/expectations.json*",
     )
     for path in data().glob(pattern)
 )
@@ -28,7 +29,7 @@ PROBES = sorted(data("benchmarks").glob("probe-*.parquet"))
 
 @pytest.mark.parametrize("path", SEALED, ids=lambda path: str(path.relative_to(data())))
 def test_a_prediction_has_the_hash_of_its_content(path):
-    content = path.read_bytes()
+    content = files.whole(path)
     assert unseal(content, path.name)["sha256"] == json.loads(content)["sha256"]
 
 

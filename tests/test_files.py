@@ -1,5 +1,6 @@
 """Files of strangers are read within bounds or refused in a line, and print nothing that a terminal obeys."""
 
+import gzip
 import io
 import json
 import os
@@ -49,6 +50,22 @@ def kept(tmp_path_factory):
 @pytest.fixture
 def copy(kept, tmp_path):
     return shutil.copytree(kept, tmp_path / "copy")
+
+
+def test_a_packed_file_is_unpacked_within_bounds(tmp_path):
+    file = tmp_path / "rows.csv.gz"
+    file.write_bytes(gzip.compress(b"a,b\n1,2\n"))
+    assert files.table(file, "")[1] == [{"a": "1", "b": "2"}]
+    with pytest.raises(OSError, match="larger than 1 KiB"):
+        files.whole(_packed(file, gzip.compress(bytes(1025))), 1024)
+    for broken in (b"a,b\n", gzip.compress(b"a,b\n")[:-9]):
+        with pytest.raises(ConfigError, match=r"rows.csv.gz: not a gzip file \(.*\); name another"):
+            files.table(_packed(file, broken), "name another")
+
+
+def _packed(file, content):
+    file.write_bytes(content)
+    return file
 
 
 @pytest.mark.parametrize("name", ["/dev/zero", "pipe"])

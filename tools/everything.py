@@ -127,7 +127,7 @@ COMMANDS = {
     "compare": "compare one/* two/*",
     "calibrate": "calibrate --from data/calibration/cx7-write.csv hw=2x8xmi300x_cx7",
     "refit": "refit published cx7-write",
-    "profile": "profile --from data/compute/h200_torch.csv hw=8xh200",
+    "profile": "profile --from data/compute/h200_torch.csv.gz hw=8xh200",
     "validate": "validate experiment.predict=only hw=2xh200 experiment.classes=[pair] experiment.repeat=2",
     "observe": "observe result.json hw=2xh200 backend=nixl model=qwen3-8b engine=vllm",
     "diagnose": "diagnose data/calibration/nixl-2xh200.csv hw=2xh200 backend=nixl",

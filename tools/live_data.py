@@ -75,7 +75,8 @@ def requests(folder: Path) -> Parts:
     for row in pq.read_table(folder / "requests.parquet").to_pylist():
         own = by_load.setdefault(row["load"], [])
         alone = row["load"].startswith((SINGLE, WARMUP))
-        own.append(Request(len(own) * APART if alone else row["arrival"], row["input"], row["output"], None))
+        arrival = len(own) * APART if alone else row["arrival_us"] * 1e-6
+        own.append(Request(arrival, row["input"], row["output"], None))
     return by_load
 
 

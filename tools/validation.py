@@ -25,7 +25,7 @@ from pdsim.results import drawing
 from pdsim.results.drawing import Figure, Marks, Panel, Scale
 from pdsim.validation.agreement import agreement
 from pdsim.validation.intervals import blind_error, cause
-from pdsim.validation.sealed import EXPECTED, MEASURED, read
+from pdsim.validation.sealed import EXPECTED, MEASURED, predictions, read
 from pdsim.validation.verdicts import Class, Compared, Value, by_class, compare, prediction_table
 from tools import live_data
 from tools.live_data import DATA, METRICS
@@ -58,12 +58,12 @@ COUNTED = (*NAMES, "within bound", "within repeats", "missed")
 
 
 def _both(folder: Path) -> list[Compared]:
-    expected, measured = read(folder / EXPECTED)["expected"], read(folder / MEASURED)["measured"]
+    expected, measured = read(predictions(folder))["expected"], read(folder / MEASURED)["measured"]
     return compare([Value(**row) for row in expected], [Value(**row) for row in measured])
 
 
 def _stored(measured: bool) -> list[Path]:
-    every = sorted(path.parent for path in STORED.glob(f"*/{EXPECTED}"))
+    every = sorted(path.parent for path in STORED.glob(f"*/{EXPECTED}*"))
     return [folder for folder in every if (folder / MEASURED).is_file() == measured]
 
 
@@ -76,7 +76,7 @@ def transfers() -> Iterator[str]:
 
 
 def _reached(folders: Sequence[Path]) -> Iterator[str]:
-    made = [read(folder / EXPECTED) for folder in folders]
+    made = [read(predictions(folder)) for folder in folders]
     rows: dict[str, dict[int, Class]] = {}
     covered: dict[str, list[tuple[bool, bool]]] = {}
     for number, folder in enumerate(folders):
@@ -121,8 +121,8 @@ def _holds(one: Compared, errors: Mapping[str, float]) -> bool:
 
 def provenance() -> Iterator[str]:
     """Yield a line for each validation: its calibration and engine, and when it was predicted."""
-    for folder in sorted(path.parent for path in STORED.glob(f"*/{EXPECTED}")):
-        expected = read(folder / EXPECTED)
+    for folder in sorted(path.parent for path in STORED.glob(f"*/{EXPECTED}*")):
+        expected = read(predictions(folder))
         about = f"- `{folder.name}`: calibration {expected['calibration']}, {expected['system']['model']['name']}, "
         measured = read(folder / MEASURED) if (folder / MEASURED).is_file() else None
         if measured is None:
@@ -152,7 +152,7 @@ def _gains(folders: Sequence[Path]) -> Iterator[str]:
     factors: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
     order = [f"{before} → {after}" for before, after in CHANGES]
     for folder in folders:
-        expected = read(folder / EXPECTED)
+        expected = read(predictions(folder))
         times = {each.predicted.label: each for each in _both(folder) if each.predicted.quantity == "time"}
         for change, (before, after) in zip(order, CHANGES, strict=True):
             for label, one in times.items():
@@ -176,7 +176,7 @@ def _range(values: Sequence[float]) -> str:
 
 def medians(folders: Sequence[Path]) -> Iterator[str]:
     """Yield a table for each machine in *folders*: the predicted median of each class on each engine."""
-    made = [read(folder / EXPECTED) for folder in folders]
+    made = [read(predictions(folder)) for folder in folders]
     for hw in sorted({expected["hw"] for expected in made}, reverse=True):
         rows: dict[tuple[str, str], dict[str, list[Any]]] = {}
         engines = [expected for expected in made if expected["hw"] == hw]

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import csv
 import errno
+import gzip
 import os
 import re
 import stat
+import zlib
 from math import inf
 from pathlib import Path
 
@@ -43,11 +45,23 @@ def regular(path: str, flags: int) -> int:
 
 
 def whole(path: Path, most: int = _WHOLE) -> bytes:
-    """Return the bytes of *path*.  Raise an `OSError` if it has more than *most*, or is not a regular file."""
+    """Return the bytes of *path*, unpacked if its name ends in ``.gz``.
+
+    Raise an `OSError` if it has more than *most*, is not a regular file, or cannot be unpacked.
+    """
     with open(path, "rb", opener=regular) as file:
+        too_large = OSError(errno.EFBIG, f"larger than {most >> 10} KiB", str(path))
         if os.fstat(file.fileno()).st_size > most:
-            raise OSError(errno.EFBIG, f"larger than {most >> 10} KiB", str(path))
-        return file.read()
+            raise too_large
+        if path.suffix != ".gz":
+            return file.read()
+        try:
+            content = gzip.GzipFile(fileobj=file).read(most + 1)
+        except (OSError, EOFError, zlib.error) as error:
+            raise OSError(errno.EINVAL, f"not a gzip file ({error})", str(path)) from error
+        if len(content) > most:
+            raise too_large
+        return content
 
 
 def text(path: Path, most: int = _WHOLE) -> str:

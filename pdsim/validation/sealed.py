@@ -43,12 +43,18 @@ def read(path: Path, *keys: str) -> dict[str, Any]:
     return unseal(files.whole(path), str(path), *keys)
 
 
+def predictions(folder: Path) -> Path:
+    """Return the file of predictions in *folder*, which gzip may have packed."""
+    packed = folder / f"{EXPECTED}.gz"
+    return packed if packed.is_file() else folder / EXPECTED
+
+
 def adopt(source: Path, folder: Path, *keys: str) -> dict[str, Any]:
     """Copy the predictions *source*, a file or the folder that it is in, to *folder*, and return their content.
 
     Raise a `ConfigError` if there are none, or as `unseal` does.
     """
-    path = source / EXPECTED if source.is_dir() else source
+    path = predictions(source) if source.is_dir() else source
     try:
         content = files.whole(path)
     except OSError as error:

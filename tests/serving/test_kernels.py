@@ -244,7 +244,7 @@ def test_published_tables_are_rows(tmp_path):
 
 def test_the_shipped_profile_says_what_was_measured():
     config = compose(["hw=2xh200", "model=qwen3-8b", "parallel=tp1", "compute=h200_torch", "experiment=serve"])
-    _, texts = files.table(data("compute", "h200_torch.csv"), "")
+    _, texts = files.table(data("compute", "h200_torch.csv.gz"), "")
     steps = [row for row in fit.rows_of(texts) if row["operator"] == "step" and row["mode"] == "graph"]
     kernels, gpu = config.compute.kernels, peaks(config.hw)
     apart = [abs(timed(kernels, row, gpu) / row["seconds"] - 1) for row in steps if row["model"] == "qwen3-8b"]
@@ -257,7 +257,7 @@ def test_another_day_is_foreseen():
     """Sizes, shapes and a whole decoder that nothing was fitted to, on an H200 of another day."""
     config = compose(["hw=2xh200", "model=qwen3-8b", "parallel=tp1", "compute=h200_torch", "experiment=serve"])
     kernels, gpu = replace(config.compute.kernels, layer_launch=0.0, mixed_launch=0.0), peaks(config.hw)
-    _, texts = files.table(data("compute", "h200_second.csv"), "")
+    _, texts = files.table(data("compute", "h200_second.csv.gz"), "")
     apart: dict[str, list[float]] = {}
     for row in fit.rows_of(texts):
         if row["model"] == "again":

@@ -113,7 +113,7 @@ def test_what_sglang_reported_is_a_run_like_that_of_the_client(tmp_path: Path, c
     metrics = load(folder)["metrics"]
     assert metrics["requests_ok"]["value"] == len(rows) == 152
     # the server does not see the client's part of 20 ms and more
-    ttft = sorted(row["ttft"] for row in rows)[len(rows) // 2]
+    ttft = sorted(row["ttft_us"] for row in rows)[len(rows) // 2] * 1e-6
     assert 0.6 * ttft < metrics["ttft_p50_s"]["value"] < ttft
     # the trace is a workload that the model can serve
     trace = tmp_path / "meta.trace.jsonl"
