@@ -4,7 +4,8 @@
 PARTS are files that ``experiment=faults experiment.parts=FILE`` kept, of which nobody knows the CPU time.
 ``python -m tools.faults_model --save FILE PARTS`` keeps the sum of one of them for `STORED`, whose files are always
 counted; each is an object with the code and the options of a campaign, its seeds as pairs of the
-first and the one after the last, how requests ended, CPU seconds, and rows of violations that begin with the seed.
+first and the one after the last, how requests ended, in how many scenarios a message or transition was reached, CPU
+seconds, and rows of violations that begin with the seed.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ STORED = Path(__file__).resolve().parent.parent / "data" / "benchmarks" / "fault
 
 def table(files: Sequence[Path] = ()) -> Iterator[str]:
     """Yield the lines of a table of *files* and of those of `STORED`: a row for the parts of each code."""
-    parts: dict[tuple[str, int, float], list[dict[str, Any]]] = {}
+    parts: dict[tuple[str, int, float, str], list[dict[str, Any]]] = {}
     stored = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(STORED.glob("*.json"))]
     for part in (*stored, *map(_read, files)):
-        parts.setdefault((part["code"], part["requests"], part["intensity"]), []).append(part)
+        always = ", ".join(part.get("always", ()))
+        parts.setdefault((part["code"], part["requests"], part["intensity"], always), []).append(part)
     rows = []
-    for (sha, _, _), group in parts.items():
+    for (sha, _, _, always), group in parts.items():
         seeds = _joined([span for part in group for span in part["seeds"]])
         ends = sum((Counter(part["statuses"]) for part in group), Counter[str]())
         bad = sorted({row[0] for part in group for row in part["violations"]})
@@ -37,24 +39,27 @@ def table(files: Sequence[Path] = ()) -> Iterator[str]:
         known = all("cpu_seconds" in part for part in group)
         hours = f"{sum(part['cpu_seconds'] for part in group) / 3600:.2f}" if known else "-"
         named = f"{len(bad)}: {', '.join(map(str, bad))}" if bad else "0"
-        rows.append((sha[:8], spans, *(f"{count:,}" for count in (total, ends.total(), ends["ok"])), hours, named))
-    heads = ("code", "seeds", "scenarios", "requests", "of them served", "CPU hours", "scenarios with violations")
-    yield from markdown(heads, rows)
+        counts = (f"{count:,}" for count in (total, ends.total(), ends["ok"]))
+        rows.append((sha[:8], always or "-", spans, *counts, hours, named))
+    heads = ("code", "kinds in each", "seeds", "scenarios", "requests", "of them served", "CPU hours")
+    yield from markdown((*heads, "scenarios with violations"), rows)
 
 
 def _read(path: Path) -> dict[str, Any]:
-    ends, seeds, events, bad = Counter[str](), [], 0, []
+    ends, reached, seeds, events, bad = Counter[str](), Counter[str](), [], 0, []
     with path.open(encoding="utf-8") as file:
         part = json.loads(next(file))
         for line in file:
-            seed, violations, statuses, count, text, *_ = json.loads(line)
+            seed, violations, statuses, count, text, steps = json.loads(line)
             seeds.append([seed, seed + 1])
             ends.update(statuses)
+            reached.update(steps.keys())
             events += count
             if violations:
                 invariant, at, what = violations[0]
                 bad.append([seed, invariant, f"{at:.6f} s: {what}", len(violations), text])
-    return {**part, "seeds": _joined(seeds), "events": events, "statuses": ends, "violations": bad}
+    sums = {"events": events, "statuses": ends, "reached": reached, "violations": bad}
+    return {**part, "seeds": _joined(seeds), **sums}
 
 
 def _joined(spans: list[list[int]]) -> list[list[int]]:

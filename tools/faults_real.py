@@ -2,11 +2,13 @@
 """Faults injected into real serving jobs: Mooncake and NIXL over TCP, at random moments that follow from a seed.
 
     python -m tools.faults_real run --seeds 0:40 [--to data/benchmarks/faults_real.csv]
+    python -m tools.faults_real run --seeds 0:4000 --kind leave --loopback --workers 8 --to FILE
     python -m tools.faults_real table [FILE ...]
 
 Each seed is one job of `experiment=serve`.  `tools.faults_trial` draws its requests and faults, runs it, and checks
 how each request and each rank ended, pages, and what is left on the machine; a row of a CSV file holds the counts.
-Seeds that a file has are not run again, and the rows of several files add up.  A link takes root.
+Seeds that a file has are not run again, and the rows of several files add up.  A link takes root.  A job keeps two
+or three cores busy.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import csv
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from pdsim.core.units import format_size
@@ -46,27 +49,28 @@ def row(plan: Plan, outcome: JobReport) -> dict[str, object]:
     }
 
 
-def run(seeds: range, to: Path) -> int:
-    """Run the jobs of *seeds* that *to* has not, append their rows, and return how many show what must not be."""
+def run(seeds: range, to: Path, kind: str = "", *, loopback: bool = False, workers: int = 1) -> int:
+    """Run the jobs of *seeds* that *to* has not, append their rows, and return how many show what must not be.
+
+    With *kind*, one of `KINDS`, only jobs with such a fault are run; with *loopback*, only those without a link.
+    *workers* jobs run at a time.
+    """
     done = {int(each["seed"]) for each in read([to])} if to.exists() else set()
+    plans = [plan for plan in map(draw, seeds) if plan.seed not in done and not (loopback and plan.link)]
+    plans = [plan for plan in plans if not kind or plan.injected()[kind]]
     bad = 0
-    for seed in seeds:
-        if seed in done:
-            continue
-        plan = draw(seed)
-        outcome = attempt(plan)
-        new = not to.exists()
-        with to.open("a", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            if new:
-                writer.writeheader()
-            writer.writerow(row(plan, outcome))
-        bad += bool(outcome.counts)
-        said = "; ".join(outcome.details) or "clean"
-        print(
-            f"seed {seed}: {outcome.injected.total()} faults, {outcome.ok} ok, {outcome.failed} failed: {said}",
-            flush=True,
-        )
+    with ProcessPoolExecutor(workers) as pool:
+        for plan, outcome in zip(plans, pool.map(attempt, plans), strict=True):
+            new = not to.exists()
+            with to.open("a", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+                if new:
+                    writer.writeheader()
+                writer.writerow(row(plan, outcome))
+            bad += bool(outcome.counts)
+            said = "; ".join(outcome.details) or "clean"
+            faults = f"{outcome.injected.total()} faults, {outcome.ok} ok, {outcome.failed} failed"
+            print(f"seed {plan.seed}: {faults}: {said}", flush=True)
     return bad
 
 
@@ -114,6 +118,9 @@ def main(arguments: Sequence[str]) -> int:
     running = commands.add_parser("run", help="inject faults, and append what was found to a file")
     running.add_argument("--seeds", required=True, help="FIRST:END, without END")
     running.add_argument("--to", type=Path, default=STORED)
+    running.add_argument("--kind", default="", choices=KINDS, help="only jobs with such a fault")
+    running.add_argument("--loopback", action="store_true", help="only jobs without a link")
+    running.add_argument("--workers", type=int, default=1, help="jobs at a time")
     printing = commands.add_parser("table", help="print the table of files that were written so")
     printing.add_argument("files", type=Path, nargs="*", default=[STORED])
     asked = parser.parse_args(arguments)
@@ -121,7 +128,8 @@ def main(arguments: Sequence[str]) -> int:
         print("\n".join(table(asked.files)))
         return 0
     first, _, end = asked.seeds.partition(":")
-    return int(run(range(int(first), int(end)), asked.to) > 0)
+    seeds = range(int(first), int(end))
+    return int(run(seeds, asked.to, asked.kind, loopback=asked.loopback, workers=asked.workers) > 0)
 
 
 if __name__ == "__main__":

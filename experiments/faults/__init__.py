@@ -46,6 +46,7 @@ class FaultsOptions(ExperimentOptions):
     intensity: Share = 0.4  # probability of each kind of fault in a scenario
     # kinds that do not happen, of `experiments.faults.scenario.KINDS`
     without: tuple[Annotated[str, f"one of {', '.join(KINDS)}"], ...] = ()
+    always: tuple[Annotated[str, f"one of {', '.join(KINDS)}"], ...] = ()  # kinds that happen in each scenario
     workers: NotNegativeInt = 0  # processes; 0 is one for each core
     parts: str = ""  # file that keeps finished scenarios: those that it has are not run again
 
@@ -62,8 +63,14 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:  # no
     options = FaultsOptions.of(config)
     first = config.seed * APART + options.first
     seeds = [options.seed] if options.seed is not None else range(first, first + options.scenarios)
-    trials = [FaultTrial(seed, options.requests, options.intensity, frozenset(options.without)) for seed in seeds]
-    alike = {"requests": options.requests, "intensity": options.intensity, "without": sorted(options.without)}
+    kinds = frozenset(options.without), frozenset(options.always)
+    trials = [FaultTrial(seed, options.requests, options.intensity, *kinds) for seed in seeds]
+    alike = {
+        "requests": options.requests,
+        "intensity": options.intensity,
+        "without": sorted(options.without),
+        "always": sorted(options.always),
+    }
     parts = campaign_parts(Path(options.parts), alike) if options.parts else None
     tried = [parts.kept[seed] for seed in seeds if seed in parts.kept] if parts else []
     known, bad = {each.seed for each in tried}, _bad(tried)

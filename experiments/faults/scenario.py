@@ -197,11 +197,18 @@ class Tried(NamedTuple):
     reached: dict[str, int] = {}  # noqa: RUF012  # transitions and messages, how often (`pdsim.verify.reached`)
 
 
-def draw(seed: int, count: int, intensity: float, without: frozenset[str] = frozenset()) -> Scenario:
+def draw(
+    seed: int,
+    count: int,
+    intensity: float,
+    without: frozenset[str] = frozenset(),
+    always: frozenset[str] = frozenset(),
+) -> Scenario:
     """Return the scenario of *seed* with *count* requests, which are the first of one with more.
 
     *intensity* from 0 to 1 is the probability of each of `KINDS`, times its entry in `RARE`; it decides only which
-    kinds happen, not what they are.  Kinds in *without* do not happen, and nothing else changes by that.
+    kinds happen, not what they are.  Kinds in *without* do not happen, others in *always* do, and nothing else
+    changes by that.
     """
 
     def random(name: str) -> np.random.Generator:
@@ -210,8 +217,9 @@ def draw(seed: int, count: int, intensity: float, without: frozenset[str] = froz
     def chosen(name: str, choices: Sequence[Any]) -> Any:
         return choices[int(random(name).integers(len(choices)))]
 
-    chances = zip(KINDS, random("kinds").random(len(KINDS)).tolist(), strict=True)
-    kinds = [kind for kind, chance in chances if chance < intensity * RARE.get(kind, 1.0) and kind not in without]
+    chances = dict(zip(KINDS, random("kinds").random(len(KINDS)).tolist(), strict=True))
+    chances |= dict.fromkeys(always, -1.0)
+    kinds = [kind for kind in KINDS if chances[kind] < intensity * RARE.get(kind, 1.0) and kind not in without]
     geometry = random("geometry")
     config = _config(seed, geometry)
     if "layouts" in kinds:

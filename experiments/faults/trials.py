@@ -36,11 +36,12 @@ class FaultTrial(NamedTuple):
     requests: int = 50
     intensity: float = 0.4
     without: frozenset[str] = frozenset()
+    always: frozenset[str] = frozenset()
 
     def run(self) -> Tried:
         """Run it; an exception of the model itself, rather than of one of its ranks, is a violation too: `CRASH`."""
         try:
-            return attempt(draw(self.seed, self.requests, self.intensity, self.without))
+            return attempt(draw(self.seed, self.requests, self.intensity, self.without, self.always))
         except Exception as error:  # a campaign goes on
             where = traceback.extract_tb(error.__traceback__)[-1]
             what = f"{type(error).__name__}: {error}, in {where.name}, line {where.lineno}"
@@ -48,10 +49,11 @@ class FaultTrial(NamedTuple):
 
     def command(self) -> str:
         """Return what replays it."""
-        left_out = f" 'experiment.without=[{','.join(sorted(self.without))}]'" if self.without else ""
+        named = {"without": self.without, "always": self.always - self.without}
+        kinds = "".join(f" 'experiment.{key}=[{','.join(sorted(of))}]'" for key, of in named.items() if of)
         return (
             f"python -m pdsim run experiment=faults experiment.seed={self.seed} experiment.requests={self.requests} "
-            f"experiment.intensity={self.intensity:g}{left_out}"
+            f"experiment.intensity={self.intensity:g}{kinds}"
         )
 
 

@@ -68,6 +68,17 @@ def test_a_seed_gives_one_scenario_and_one_course_of_events():
     assert (less.cancels, less.faults, less.kill) == ({}, whole.faults, whole.kill)
 
 
+def test_kinds_that_happen_always_change_nothing_else():
+    rare, always = draw(5, 30, 0.4), draw(5, 30, 0.4, always=frozenset({"aborts"}))
+    assert "aborts" not in rare.text
+    assert "aborts" in always.text
+    assert (always.faults, always.kill) == (rare.faults, rare.kill)
+    assert always.cancels
+    assert draw(5, 30, 0.4, frozenset({"aborts"}), frozenset({"aborts"})) == rare
+    trial = FaultTrial(5, 30, 0.4, frozenset({"late"}), frozenset({"late", "kills"}))
+    assert trial.command().endswith("'experiment.without=[late]' 'experiment.always=[kills]'")
+
+
 def test_every_kind_of_fault_happens_when_all_are_asked_for_and_none_when_none_is():
     scenario = draw(next(seed for seed in range(100) if draw(seed, 1, 1.0).text.endswith(", ".join(KINDS))), 50, 1.0)
     assert scenario.cancels
