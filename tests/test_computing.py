@@ -46,6 +46,24 @@ def test_auto_takes_the_first_that_fits(words, name, why):
     assert compute.chosen.startswith(why)
 
 
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["hw=2x8xh200", "model=deepseek-v3", "parallel=tp8"], "latent attention"),
+        (["compute=roofline"], "compute=roofline, a roofline"),
+    ],
+)
+def test_triton_without_times_of_it_warns(words: list[str], what: str):
+    config = compose([*PAIR, *words, "compute.attention=triton"])
+    assert f"warning: compute.attention=triton has no effect on {what}" in presets.notes(config)
+
+
+def test_triton_takes_a_table_that_has_it():
+    words = ["hw=4xh100", "parallel=tp1", "engine=sglang", "model=qwen3-8b", "compute.attention=triton"]
+    compute = compose(words).compute
+    assert (compute.name, compute.attention) == ("h100_sglang", "triton")
+
+
 def test_keys_set_by_hand_stay_on_what_auto_takes():
     compute = compose(
         [*PAIR, "model=qwen3-32b", "compute.overhead=1ms", "compute.kernels.imbalance=balanced"]

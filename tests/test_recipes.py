@@ -118,6 +118,11 @@ python3 -m sglang.launch_server --model-path $MODEL --tp-size 8 --dp-size 8 --en
             "cache=sglang engine.mixed=true",
         ),
         (
+            "sglang serve --model Qwen/Qwen3-8B --tp 1 --attention-backend triton --disable-radix-cache",
+            f"engine=sglang model=qwen3-8b {ONE} parallel.decode.tp=1 parallel.prefill.tp=1 cache=none "
+            "compute.attention=triton",
+        ),
+        (
             DYNAMO.format(more="--gpu-memory-utilization 0.90 --no-enable-prefix-caching --block-size 128"),
             "engine=vllm model=llama-3.3-70b model.dtype_bytes=1 model.kv_dtype=bf16 parallel.prefill.tp=2 "
             "parallel.prefill.instances=2 parallel.decode.tp=4 kv.page_size=128 scheduler.memory_fraction=0.9 "
@@ -142,6 +147,7 @@ python3 -m sglang.launch_server --model-path $MODEL --tp-size 8 --dp-size 8 --en
         "sglang dp attention",
         "sglang dp",
         "sglang",
+        "triton",
         "dynamo",
         "llm-d",
         "sglang pair",

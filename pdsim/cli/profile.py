@@ -200,6 +200,16 @@ HOST = {
 Layers with experts take twice as long (one host), a product of 8 bits 20 us more (two: 0 and 21 where a load's short
 prompts were quickest).  *prompt_host* is what longer prompts take beyond their operators.
 """
+TRITON = {
+    "triton_prefill": Roof(launch=5e-6, flops_share=0.17),
+    "triton_prefix": Roof(flops_share=0.11),
+    "triton_decode": Roof(launch=8e-6, memory_share=0.75, walk=11.5e-9),
+}
+"""Attention of SGLang's Triton kernels: single requests of 128 to 8,192 tokens on one H100 (data/live/ninth).
+
+A sequence has eight parts at most, so that a few wait for the *walk* along the longest one.  *memory_share* is
+assumed, and *triton_prefix*, which has the ratio of H200's forwards of 16,384 and 32,768 tokens.
+"""
 
 
 def _compacted(source: Path, asked: tuple[str, str], compact: str, config: Config, path: Path, command: str) -> int:
@@ -228,6 +238,7 @@ def _compacted(source: Path, asked: tuple[str, str], compact: str, config: Confi
     kept: dict[str, Any] = {
         each: replace(getattr(base, each) or Roof(), memory_share=share, merge=0.0) for each, share in FUSED.items()
     } | HOST.get(engine, {each: getattr(base, each) for each in ("layer_launch", "mixed_launch")})
+    kept |= TRITON if engine == "sglang" else {}
     kernels = Kernels(
         gpu=gpu,
         table=path.name if path.resolve().parent == tables.FOLDER else str(table.resolve()),
@@ -248,6 +259,7 @@ def _compacted(source: Path, asked: tuple[str, str], compact: str, config: Confi
         f"are far off from all their neighbours): {held}. Norms, activations and rotary embeddings reach the shares "
         "of the memory rate that vLLM's forwards of 2,048 to 8,192 tokens on six hosts with H200 do (data/live, "
         f"in-sample); launches are {measured if engine in HOST else f'assumed as in {compact}'}"
+        + (". Triton's attention is assumed to reach the shares of H100's" if engine == "sglang" else "")
     )
     title = f"{engine} {version} on {gpu}: a table of operators of AIConfigurator, written by pdsim profile"
     return _write_choice(path, title, [f"engine: {engine}", "overhead: 0s"], kernels, text)

@@ -82,6 +82,8 @@ class Compute:
     launch_factor: Positive = 1.0
     # tokens of an iteration up to which prompts run in CUDA graphs, without launches (vLLM compiled: 512); 0: eager
     graph_tokens: NotNegativeInt = 0
+    # kernels of attention: those of the table or profile, or Triton's (SGLang's --attention-backend triton)
+    attention: Annotated[str, "one of '', triton"] = ""
     scale: NotNegative = 1.0  # a loopback run emulates compute at this fraction of its length
     source: str = ""  # of the shares: "measured: …"; without one they are assumed
     measured_of: tuple[str, ...] = ()  # the models (`conf/model`) that it holds for; of others it is assumed
@@ -180,6 +182,7 @@ def forward(model: Llm, machine: Machine, compute: Compute, side: Side, direct: 
         launch_factor=compute.launch_factor,
         graph_tokens=compute.graph_tokens,
         twelve=compute.engine == "sglang",
+        triton=compute.attention == "triton" and model.attention == "gqa",
         scale=compute.scale,
     )
 
@@ -287,6 +290,7 @@ class OperatorForward:
     launch_factor: float = 1.0  # of eager launches and of *prompt_host*
     graph_tokens: int = 0  # of an iteration that is launched as one
     twelve: bool = False  # whether a step of 9 to 12 requests has a CUDA graph of its own
+    triton: bool = False  # whether attention is Triton's instead of the table's
     scale: float = 1.0
     _heads_of: dict[int, float] = field(default_factory=dict, repr=False)  # seconds of the head, by sequences
     _steps_of: dict[int, float] = field(default_factory=dict, repr=False)  # likewise of decode iterations
@@ -321,8 +325,8 @@ class OperatorForward:
 
     def _step(self, batch: int) -> float:
         part = -(-batch // self.stages)
-        if self._table is not None:
-            attention = self._table.decode(part)[0]
+        if self._measured is not None:
+            attention = self._measured.decode(part)[0]
         else:
             roof = self._decode_roof()
             attention = roof.launch + (0.0 if self._whole(part) else roof.merge)
@@ -341,7 +345,7 @@ class OperatorForward:
     @cached_property
     def context(self) -> float:
         """The most seconds that a token of context adds to a decode iteration, of whatever batch."""
-        if self._table is not None:
+        if self._measured is not None:
             return max(self._token(2**power) for power in range(10))
         heads, processors = self._kv_heads, self.peaks.processors
         # the fewest sequences that are not split, and that take three turns
@@ -354,7 +358,7 @@ class OperatorForward:
 
         Tiles of a split sequence are added up one after the other, so a few sequences leave memory idle.
         """
-        if self._table is not None:
+        if self._measured is not None:
             return 0.0
         roof = self._decode_roof()
         return self.scale * self._attention_layers * roof.walk if self.model.attention != "mla" else 0.0
@@ -370,6 +374,10 @@ class OperatorForward:
             table, self.model, self._heads, self._kv_heads, self.kernels.imbalance, self.kernels.prefill_by_heads,
             fused=self.graph_tokens > 0,
         )  # fmt: skip
+
+    @property
+    def _measured(self) -> Lookup | None:  # attention
+        return None if self.triton else self._table
 
     def _prompts(self, tokens: int, sequences: int) -> float:
         # By a table, what depends on the tokens is one curve, and what on the sequences, the head, is kept: a call
@@ -436,9 +444,11 @@ class OperatorForward:
         return max(1, self.model.kv_heads // (self.tp // self.dp))
 
     def _attention(self, pieces: Sequence[tuple[int, int]]) -> float:
-        if self._table is not None:
-            return self._table.prefill(pieces)
+        if self._measured is not None:
+            return self._measured.prefill(pieces)
         model, heads = self.model, self._heads
+        if self.triton:
+            return self._triton_prefill(pieces)
         if model.attention == "mla":
             width, shared, name = 2 * model.head_dim + model.rope_dim, heads, "mla_prefill"
             if self.kernels.absorbed_prefill:
@@ -451,15 +461,28 @@ class OperatorForward:
         work = causal_attention(pieces, heads, width, token_bytes, roof.tile, self.peaks.processors)
         return roof.seconds(work, self.peaks) + (roof.merge if any(before for before, _ in pieces) else 0.0)
 
+    def _triton_prefill(self, pieces: Sequence[tuple[int, int]]) -> float:
+        # SGLang 0.5.12, triton_ops/extend_attention.py: every sequence has as many rows as the longest, and tokens
+        # of earlier chunks are gathered one by one.
+        longest = max(new for _, new in pieces)
+        pairs = sum(new * (new + 1) // 2 + (longest - new) * new for _, new in pieces)
+        prefix = sum(longest * before for before, _ in pieces)
+        pair, name = 4.0 * self._heads * self.model.head_dim, self.model.name
+        own, far = self.kernels.roof("triton_prefill", name), self.kernels.roof("triton_prefix", name)
+        seconds = own.seconds(Work(pair * pairs, 0.0), self.peaks)
+        return seconds + (far.seconds(Work(pair * prefix, 0.0), self.peaks) if prefix else 0.0)
+
     def _decode_roof(self) -> Roof:
+        if self.triton:
+            return self.kernels.roof("triton_decode", self.model.name)
         return self.kernels.roof("mla_decode" if self.model.attention == "mla" else "decode", self.model.name)
 
     def _whole(self, sequences: int) -> bool:
         return bool(self._decode_roof().tile) and whole_sequences(sequences, self._kv_heads, self.peaks.processors)
 
     def _token(self, sequences: int) -> float:
-        if self._table is not None:
-            return self.scale * self._attention_layers * self._table.decode(sequences)[1] / self.share
+        if self._measured is not None:
+            return self.scale * self._attention_layers * self._measured.decode(sequences)[1] / self.share
         roof, layers, model = self._decode_roof(), self._attention_layers, self.model
         if model.attention == "gqa":
             rows = decode_rows(sequences, self._kv_heads, roof.tile, self.peaks.processors)

@@ -114,6 +114,10 @@ class Kernels:
     shapes: Mapping[str, Correction] = field(default_factory=dict)  # of products, by `shape_key`; others have none
     prefill: Roof | None = None  # attention of one sequence's new tokens
     decode: Roof | None = None  # attention of one token of each sequence
+    # attention of Triton's kernels (`Compute.attention`): new tokens, those to earlier ones, and decode
+    triton_prefill: Roof | None = None
+    triton_prefix: Roof | None = None
+    triton_decode: Roof | None = None
     mla_prefill: Roof | None = None
     mla_decode: Roof | None = None
     mla_absorb: Roof | None = None

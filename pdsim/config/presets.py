@@ -394,14 +394,18 @@ def _compute_notes(config: Any) -> list[str]:
     compute, gpu, model = config.compute, config.hw.gpu.name if config.hw.gpu else "", config.model.name
     if not gpu:
         return []
+    lines = []
+    if compute.attention and (config.model.attention == "mla" or not (compute.kernels or compute.attention_padded)):
+        what = "latent attention" if config.model.attention == "mla" else f"compute={compute.name}, a roofline"
+        lines = [f"warning: compute.attention={compute.attention} has no effect on {what}"]
     if compute.chosen:
         warns = compute.name == "roofline" or PASSED in compute.chosen
-        return [f"{'warning: ' if warns else ''}compute={compute.name}: {compute.chosen}"]
+        return [*lines, f"{'warning: ' if warns else ''}compute={compute.name}: {compute.chosen}"]
     of, models = compute.measured_gpu, compute.measured_of
     wrong = f"on {of}, not on {gpu}" if of not in ("", gpu) else ""
     if models and model not in models:
         wrong = wrong or f"of {', '.join(models)}, not of {model}"
-    return [f"warning: compute={compute.name} was measured {wrong}; try compute=auto"] if wrong else []
+    return [*lines, *([f"warning: compute={compute.name} was measured {wrong}; try compute=auto"] if wrong else [])]
 
 
 def _candidates(config: Any, folders: Sequence[Path]) -> Iterator[tuple[dict[str, Any], str]]:

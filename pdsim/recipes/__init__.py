@@ -397,6 +397,8 @@ def _whole(engine: str, by_side: Mapping[str, Server], instances: Mapping[str, i
         config["engine.mixed"] = "true"
     if engine == "vllm":
         config["compute.graph_tokens"] = _graph_tokens(prefill.flags)
+    elif "triton" in (decode.flags.get(f"{side}attention-backend") for side in ("decode-", "")):
+        config["compute.attention"] = "triton"
     if pair and (backend := _backend(engine, prefill)):
         config["backend"] = backend
     return config

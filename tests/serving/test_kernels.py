@@ -73,6 +73,29 @@ def test_decode_attention_splits_sequences_while_few_tiles_fill_the_gpu():
     assert some.step(80) - plain.step(80) == pytest.approx(0.0)
 
 
+TRITON = replace(
+    KERNELS,
+    triton_prefill=Roof(launch=3e-6, flops_share=0.25),
+    triton_prefix=Roof(flops_share=0.125),
+    triton_decode=Roof(launch=4e-6, memory_share=0.5, walk=5e-9),
+)
+
+
+def test_triton_walks_along_the_longest_sequence():
+    other, triton = whole(kernels=TRITON), whole(kernels=TRITON, triton=True)
+    assert triton.step(1) - other.step(1) == pytest.approx(2 * 3e-6)
+    assert triton.sequence == pytest.approx(2 * 5e-9)
+    assert triton.context_of(1) == pytest.approx(256 / 2e12)
+
+
+def test_triton_pads_prompts_to_the_longest_of_the_batch():
+    time, pair = whole(kernels=TRITON, triton=True), 4 * 4 * 16 / 1e15  # seconds of a pair of tokens at the peak
+    own = 100 * 101 / 2 + 10 * 11 / 2 + 90 * 10
+    assert time._attention([(0, 100), (0, 10)]) == pytest.approx(3e-6 + own * pair / 0.25)
+    beyond = time._attention([(7, 100), (50, 10)]) - time._attention([(0, 100), (0, 10)])
+    assert beyond == pytest.approx(100 * 57 * pair / 0.125)
+
+
 def test_pieces_of_a_batch_share_their_turns():
     tiles = Roof(launch=1e-6, merge=3e-6, tile=128, walk=1e-12)
     time = whole(kernels=replace(KERNELS, prefill=tiles), peaks=replace(PEAKS, processors=100))
