@@ -126,6 +126,7 @@ COMMANDS = {
     "show": "show one/*",
     "compare": "compare one/* two/*",
     "calibrate": "calibrate --from data/calibration/cx7-write.csv hw=2x8xmi300x_cx7",
+    "probe": "probe backend=nixl_shm --minutes 2",
     "refit": "refit published cx7-write",
     "profile": "profile --from data/compute/h200_torch.csv.gz hw=8xh200",
     "validate": "validate experiment.predict=only hw=2xh200 experiment.classes=[pair] experiment.repeat=2",
@@ -163,7 +164,11 @@ INSTEAD = {
     "diagnose --config-dir": f"{COMMANDS['diagnose']} --config-dir conf",
     "calibrate --format": "calibrate --from data/calibration/nixl-2xh200.csv --format samples hw=2xh200 "
     "backend=nixl",
+    "calibrate --no-fit": "calibrate hw=2xh200 backend=nvlink --quick --largest 64KiB --held 2 --no-fit",
+    "calibrate --config-dir": f"{COMMANDS['calibrate']} --config-dir conf",
+    "probe --minutes": COMMANDS["probe"],
     "profile --from": COMMANDS["profile"],
+    "profile --config-dir": f"{COMMANDS['profile']} --config-dir conf",
     **{f"report --format={form}": f"report one/* --figure latency --format {form}" for form in FORMS},
     **{f"profile {flag}": "profile --device cpu --limit 100s --gpus 1 --models tiny:1,tiny-mla:1 hw=loopback"
        for flag in ("--device", "--gpus", "--limit", "--models")},

@@ -15,14 +15,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pdsim.calibration import bundle, importers
 from pdsim.calibration import calibrate as fits
-from pdsim.calibration import importers
 from pdsim.calibration import samples as points
 from pdsim.calibration.definition import measure
 from pdsim.calibration.samples import Samples
 from pdsim.cli.help import parse, plain_name
 from pdsim.config import Config
-from pdsim.config.compose import compose
+from pdsim.config.compose import CommandLine, composed
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import within
 from pdsim.results import record, store, terminal
@@ -38,15 +38,15 @@ def calibrate(words: Sequence[str]) -> int:
 
     After each job ``NAME.partial.csv`` has all measurements so far, until NAME.csv has them. Raise a `ConfigError`
     for what is refused before the first transfer: the engine's model, the machine, the folder; and a `ValueError`
-    for samples that nothing can be fitted to.
+    for samples that nothing can be fitted to.  ``--from`` a bundle of `pdsim probe` writes all files that it has
+    samples for, into folders of groups.
     """
     overrides, asked = parse("calibrate", words)
     said = (Path(word).name if "=" not in word else word for word in words if not word.startswith("output="))
     command = shlex.join(["pdsim", "calibrate", *said])
     name, to = plain_name("--name", asked.get("--name", "")), asked.get("--to", Path())
-    at = asked.get("--path", "")
-    if at not in ("", "intra", "inter"):
-        raise ConfigError(f"--path {at}: must be intra or inter")
+    if asked.get("--path", "intra") not in ("intra", "inter"):
+        raise ConfigError(f"--path {asked['--path']}: must be intra or inter")
     if "--quick" in asked:
         if "--from" in asked:
             raise ConfigError("--quick measures less, and --from measures nothing; leave one of them out")
@@ -54,8 +54,12 @@ def calibrate(words: Sequence[str]) -> int:
     for option, least in (("--largest", points.SMALLEST), ("--repeat", 1), ("--jobs", 1)):
         if asked.get(option, least) < least:
             raise ConfigError(f"{option} {asked[option]}: must be >= {least}")
-    config = compose([*overrides, "experiment=transfer", "calibration=none"])
-    at = at or ("intra" if config.backend.intra is not None and config.hw.nodes == 1 else "inter")
+    if "--no-fit" in asked and "--from" in asked:
+        raise ConfigError("--no-fit measures only, and --from fits only; leave one of them out")
+    if "--from" in asked and bundle.is_bundle(asked["--from"]):
+        return _of_bundle(asked, overrides, command)
+    config = composed(CommandLine.of([*overrides, "experiment=transfer", "calibration=none"], asked))
+    at = _path_of(config, asked)
     fits.base_of(config.backend, at)  # refuses what it has to before minutes of measuring
     store.make(to, "--to ")
     name = name or f"{config.backend.name}-{config.hw.name}"
@@ -64,6 +68,17 @@ def calibrate(words: Sequence[str]) -> int:
         samples = importers.read(asked["--from"], asked.get("--format", ""))
     else:
         samples = _measured(asked, overrides, config, command, partial)
+    if "--no-fit" in asked:
+        partial = partial.replace(to / f"{name}.csv")
+        terminal.show_lines(f"samples: {partial}; fit them with pdsim calibrate --from {partial}")
+        return 0
+    _fitted(config, at, name, samples, command, to)
+    if "--from" not in asked:
+        partial.unlink()
+    return 0
+
+
+def _fitted(config: Config, at: str, name: str, samples: Samples, command: str, to: Path) -> None:
     with terminal.Progress("calibrate", at_once=True) as bar:
         doing = f"fits {len(samples.rows)} samples"
         bar(0.0, doing)
@@ -79,8 +94,6 @@ def calibrate(words: Sequence[str]) -> int:
         )
     title = f"{config.backend.name} on {config.hw.name}, {at}, {done.calibration.kind}: {done.calibration.form}"
     path = fits.save(to, done.calibration, done.samples, title)
-    if "--from" not in asked:
-        partial.unlink()
     for one in (fits.parameter_table(done), fits.table([done])):
         terminal.show_table(one)
     if apart := fits.job_spread(samples):
@@ -89,7 +102,48 @@ def calibrate(words: Sequence[str]) -> int:
         f", of {runs.count(',') + 1} runs in {config.output}" if (runs := samples.about.get("results", "")) else ""
     )
     print(f"calibration: {path}\nsamples: {path.with_suffix('.csv')}{kept}")  # noqa: T201
-    return 0
+
+
+def _of_bundle(asked: Mapping[str, Any], overrides: Sequence[str], command: str) -> int:
+    # a folder for --config-dir: calibrations, profiles of forwards, and the machine if it was the user's own
+    source = asked["--from"]
+    about, texts = bundle.read(source)
+    if wrong := [word for word in overrides if word.startswith(("hw=", "backend="))]:
+        raise ConfigError(f"{wrong[0]}: a bundle says what it is of; leave it out")
+    hw, to = str(about["hw"]), asked.get("--to", Path(source.stem))
+    measured: dict[str, list[Path]] = {"hw": [], "transfers": [], "compute": []}
+    for name, text in texts.items():
+        group, _, file = ("hw", "/", f"{hw}.yaml") if name == "hw.yaml" else name.partition("/")
+        if group in measured:
+            path = store.make(to / {"transfers": "calibration"}.get(group, group), "--to ") / file
+            path.write_text(text, encoding="utf-8")
+            measured[group].append(path)
+    if not measured["transfers"] + measured["compute"]:
+        raise ConfigError(f"--from {source}: no samples in it; its about.json says why")
+    own: dict[str, Any] = {"--config-dir": to} if measured["hw"] else {}
+    failed = []
+    words = [*about.get("words", ()), *overrides, f"hw={hw}"]
+    for path in measured["transfers"]:
+        backend = path.stem.removesuffix(f"-{hw}")
+        try:
+            line = CommandLine.of([*words, f"backend={backend}", "experiment=transfer", "calibration=none"], own)
+            config = composed(line)
+            _fitted(config, _path_of(config, asked), path.stem, importers.read(path), command, path.parent)
+            terminal.show_lines(f"to use it: pdsim run --config-dir {to} hw={hw} backend={backend}")
+        except ValueError as error:  # too few
+            failed.append(f"{path} is not fitted: {error}")
+    for path in measured["compute"]:
+        from pdsim.cli.profile import profile
+
+        folder = [f"{name}={value}" for name, value in own.items()]
+        profile(["--from", str(path), *words, "--name", path.stem, "--to", str(path.parent), *folder])
+        terminal.show_lines(f"to use it: pdsim run --config-dir {to} hw={hw} compute={path.stem}")
+    terminal.show_lines(*failed)
+    return 1 if failed else 0
+
+
+def _path_of(config: Config, asked: Mapping[str, Any]) -> str:
+    return asked.get("--path") or ("intra" if config.backend.intra and config.hw.nodes == 1 else "inter")
 
 
 def _measured(
@@ -110,6 +164,7 @@ def _measured(
     own = [f"experiment.points={listed}", "experiment.order=shuffled"]
     defaults = ["experiment.warmup=10", "experiment.verify=false"]
     chosen = [*defaults, *overrides, "experiment=transfer", "calibration=none", *own]
+    folders = [f"--config-dir={asked['--config-dir']}"] if "--config-dir" in asked else []
     runs: list[tuple[record.Result, Path]] = []
     began = time.monotonic()
     try:
@@ -119,7 +174,8 @@ def _measured(
                 if job and "--quick" in asked and (time.monotonic() - began) * (job + 1) / job > _ENOUGH:
                     break  # one like those before would end too late
                 shown = within(bar, job / jobs, (job + 1) / jobs, f"job {job + 1} of {jobs},")
-                runs.append(run(compose([*chosen, f"seed={config.seed + job}"]), chosen, progress=shown))
+                one = composed(CommandLine.of([*chosen, f"seed={config.seed + job}"], asked))
+                runs.append(run(one, chosen, folders, progress=shown))
                 samples = _samples(runs, left, config, command)
                 points.write(partial, samples)
     except KeyboardInterrupt:

@@ -30,6 +30,7 @@ COMMANDS = {
     "export": "write a run in the formats of AIPerf, nixlbench, or the metrics of vLLM and SGLang",
     "calibrate": "measure transfers of an engine, or read them from a file, and write a calibration",
     "refit": "fit shipped numbers again from their samples, and print the errors",
+    "probe": "measure in ten minutes what works on this machine, and write one file to contribute",
     "profile": "measure the operators of a model on a GPU, and write a file for compute=",
     "validate": "predict transfers and requests, measure them on a real engine, and print the errors",
     "observe": "turn the logs of a deployment into a workload and a measured run",
@@ -258,6 +259,7 @@ usage: pdsim calibrate [KEY=VALUE ...] [OPTION ...]
 
   pdsim calibrate target=real hw=loopback backend=nixl_shm      measure a grid on the real engine, fit, write
   pdsim calibrate --from out.txt hw=2x8xh100 backend=nixl       fit the output of nixlbench
+  pdsim calibrate --from probe-8xmi300x.zip --to mine           fit a bundle of pdsim probe, for --config-dir mine
 
 KEY=VALUE as in pdsim run: hw, backend, target, experiment.operation=read, output, seed.
 
@@ -266,12 +268,31 @@ Options:
   --format NAME     of that file (default: by its content): {formats}
   --path NAME       intra or inter: the engine's model to fit (default: intra on one node)
   --name NAME       of the calibration (default: BACKEND-HW, which runs use by default)
-  --to DIR          folder for NAME.yaml and NAME.csv (default: here; conf/calibration makes it a choice)
+  --to DIR          folder for NAME.yaml and NAME.csv (default: here; conf/calibration makes it a choice); for the
+                    groups of a bundle (default: its name)
   --largest SIZE    largest transfer to measure (default: 256MiB)
   --held N          random points to hold out of the fit (default: 16)
   --repeat N        least transfers of a point; short ones run up to 50 times (default: 5)
   --jobs N          jobs of fresh ranks; the geometric mean of their medians counts (default: 9)
-  --quick           at most 3 minutes: --jobs 3 --largest 4MiB --held 8 --repeat 3, fewer jobs if they are slow"""
+  --quick           at most 3 minutes: --jobs 3 --largest 4MiB --held 8 --repeat 3, fewer jobs if they are slow
+  --no-fit          keep the samples and fit nothing, without SciPy
+  --config-dir DIR  add your configuration files, such as DIR/hw of this machine"""
+
+PAGES["probe"] = """\
+usage: pdsim probe [KEY=VALUE ...] [OPTION ...]
+
+  pdsim probe                                      host memory of this machine, where it has no GPU
+  pdsim probe hw=8xmi300x                          a machine with GPUs; pdsim list hw, or --config-dir DIR
+  pdsim probe hw=2x8xmi300x hw.gpus=4              between two halves of it, through its network cards
+
+Measures transfers over each engine that works here (calibrate --quick), forwards (profile) and all-gathers, and
+writes probe-HW.zip, without names, addresses or paths of the machine.  It prints the plan first.  What fails or
+takes too long is named, and the rest goes on; Ctrl-C keeps what there is.  calibrate --from probe-HW.zip fits it.
+
+Options:
+  --minutes N       for all of it (default: 10)
+  --to DIR          folder for the bundle (default: here)
+  --config-dir DIR  add your configuration files, such as DIR/hw of this machine"""
 
 PAGES["refit"] = """\
 usage: pdsim refit [published [NAME ...] | bare | options | collectives | handoffs]
@@ -303,7 +324,8 @@ Options:
   --tables E:V      engine and version of those tables (default: sglang:0.5.10)
   --compact NAME    keep the tables, thinned; norms and launches, which they lack, are those of compute=NAME
   --name NAME       name of the two files (default: the GPU's)
-  --to DIR          folder for them (default: here; conf/compute makes the YAML a choice)"""
+  --to DIR          folder for them (default: here; conf/compute makes the YAML a choice)
+  --config-dir DIR  add your configuration files"""
 
 PAGES["list"] = """\
 usage: pdsim list [GROUP ...] [--schema] [--json] [--config-dir DIR]

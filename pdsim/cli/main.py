@@ -242,7 +242,7 @@ def _of_folders(command: str) -> Callable[[Sequence[str]], int]:
 def _of_module(command: str) -> Callable[[Sequence[str]], int]:
     # the command is the function of that name in a module of that name
     def act(words: Sequence[str]) -> int:
-        if command == "calibrate":
+        if command == "calibrate" and "--no-fit" not in words:
             _need_scipy(command)
         module = import_module(f"pdsim.cli.{command}")
         begun()
@@ -347,6 +347,7 @@ def _completion(words: Sequence[str]) -> int:
     return _say(script())
 
 
+_MODULES = ("sweep", "calibrate", "probe", "profile", "observe", "diagnose", "recipe")
 _DO: Mapping[str, Callable[[Sequence[str]], int]] = {
     "run": _run,
     "validate": _validate,
@@ -354,11 +355,11 @@ _DO: Mapping[str, Callable[[Sequence[str]], int]] = {
     "list": _list,
     "doctor": _doctor,
     "completion": _completion,
-    **{name: _of_module(name) for name in ("sweep", "calibrate", "profile", "observe", "diagnose", "recipe")},
+    **{name: _of_module(name) for name in _MODULES},
     **{name: _of_folders(name) for name in ("best", "explain", "show", "report", "timeline", "compare", "export")},
 }
 
-_KEEP = ("run", "sweep", "calibrate", "validate", "observe")
+_KEEP = ("run", "sweep", "calibrate", "probe", "validate", "observe")
 """Commands that keep runs."""
 
 

@@ -28,7 +28,7 @@ from pdsim.compute.forward import peaks
 from pdsim.compute.kernels import Kernels, Roof
 from pdsim.compute.row_work import Row
 from pdsim.config import Config, load
-from pdsim.config.compose import CommandLine, compose, initialized, plain
+from pdsim.config.compose import CommandLine, composed, initialized, plain
 from pdsim.core import files
 from pdsim.core.errors import ConfigError, PdsimError
 from pdsim.results import record, store, terminal
@@ -72,7 +72,8 @@ def profile(words: Sequence[str]) -> int:
     source = _installed(asked["--from"]) if "--from" in asked else None
     if compact and (source is None or not source.is_dir()):
         raise ConfigError("--compact needs --from DIR, a folder of systems/data of aiconfigurator-core")
-    config = compose([*(word for word in overrides if not word.startswith("model=")), "experiment=serve"])
+    others = [word for word in overrides if not word.startswith("model=")]
+    config = composed(CommandLine.of([*others, "experiment=serve"], asked))
     where = None if source else runner.device(kind)
     command = shlex.join(["pdsim", "profile", *words])
     store.make(to, "--to ")
