@@ -156,6 +156,8 @@ class EngineModel:
     in_order: bool = False  # the wire carries what a rank posts one transfer at a time, as a GPU's copy engine does
     # with *in_order*: it goes on with the same peer as long as there is something for that one
     streams: bool = False
+    # with *in_order* and without *overlap*: all copies of a rank follow each other, and are over when all have ended
+    one_stream: bool = False
     ramp: tuple[Ramp, ...] = ()
     small: InlineSaving | None = None  # batches that are done in the call that posts them
     workers: Workers | None = None  # threads of the engine that post large batches

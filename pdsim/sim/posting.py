@@ -32,13 +32,18 @@ if TYPE_CHECKING:
     from pdsim.sim.topology import Route, Site, Topology
 
 
+FIRST = 0.125
+"""Share of the latency up to which a transfer may be on the wire to be over when its thread first asks for it:
+37 x 12 KiB are, 37 x 96 KiB not (`data/benchmarks/transfers-4xh100.parquet`)."""
+
+
 class Posting:
     """One transfer in the hands of the engine.  Made by `SendQueue.post`."""
 
     # no dataclass: compiled, it would look up the types of modules that are not loaded yet
     __slots__ = (
-        *("aborted", "at_once", "carried", "descriptors", "done", "flow", "held"),
-        *("least", "left", "nbytes", "posted", "queue", "tag", "wire"),
+        *("aborted", "at_first", "at_once", "carried", "descriptors", "done", "flow", "held"),
+        *("least", "left", "nbytes", "posted", "queue", "tag", "wire", "work"),
     )
 
     def __init__(
@@ -60,10 +65,12 @@ class Posting:
         self.held = held
         self.left = nbytes + descriptors * wire.occupancy if queue.copier is None else nbytes  # bytes for the wire
         self.posted: float | None = None  # when posting ends or has ended; None while it waits for room
+        self.work = 0.0  # seconds that its descriptors take of the stream that all copies of the rank share
         self.least = 0.0  # when its bytes are there at the earliest
         self.flow: Flow | None = None
         self.aborted = False
         self.at_once = False  # done in the call that posts it
+        self.at_first = False  # over when its thread first asks
         self.carried = False  # by the wire, while a thread is still posting it
 
 
@@ -85,8 +92,10 @@ class CopyEngine:
     *streams*, one for each peer, it stays with one until that is empty (`data/benchmarks/crossing-4xh200.parquet`).
 
     Ranks are processes, which have it in turns of at most `Gpu.slice` seconds, even in the middle of a copy
-    (`data/benchmarks/field-crossing-2xh200.csv`); with 0 their copies go on side by side.  Copies *within* a GPU are
-    kernels: they have an engine of their own, and wait `Gpu.process_switch` when the turn is another process'.
+    (`data/benchmarks/field-crossing-2xh200.csv`); with 0 their copies go on side by side.  On one stream the
+    descriptors of a transfer take their time when the copies before it have ended, and an end is seen when the
+    stream is idle (`data/benchmarks/transfers-4xh100.parquet`).  Copies *within* a GPU are kernels: they have an
+    engine of their own, and wait `Gpu.process_switch` when the turn is another process'.
     After `Gpu.idle_after` seconds without a transfer it sleeps, and takes `Gpu.idle_wake` to begin.
     """
 
@@ -110,7 +119,9 @@ class CopyEngine:
             self._switch = gpu.process_switch if within else 0.0
         self.idle = clock.now  # since when, or when it will be awake
         self.busy: dict[PostingThread, Posting] = {}
+        self._ended: dict[PostingThread, float] = {}  # when the last copy of each was
         self._waiting: dict[PostingThread, deque[Posting]] = {}
+        self.unseen: dict[PostingThread, list[Posting]] = {}  # what ended while more was on the stream
         self._owner: PostingThread | None = None  # of the engine, since `_since`
         self._last: PostingThread | None = None  # who had it before
         self._since = 0.0
@@ -131,8 +142,11 @@ class CopyEngine:
         now = self._clock.now
         if not self.busy and now - self.idle > self._idle_after:
             self.idle = now + self._idle_wake
-        self.busy[posting.queue.poster] = posting
+        poster = posting.queue.poster
+        self.busy[poster] = posting
         at = self.idle if self._draws is None else max(now, self.idle) + self._draws.copy()
+        if posting.work:
+            at = max(at, self._ended.get(poster, 0.0) + posting.work)
         if at > now:
             self._clock.call_at(at, posting.queue.carry, posting)
         else:
@@ -159,6 +173,7 @@ class CopyEngine:
         if self.busy.get(poster) is not posting:
             return
         del self.busy[poster]
+        self._ended[poster] = self._clock.now
         if self._stalled.get(poster) is posting:
             del self._stalled[poster]
         self.idle = max(self.idle, self._clock.now)
@@ -171,6 +186,8 @@ class CopyEngine:
             if not following.aborted:
                 self._begin(following)
                 return
+        for other in self.unseen.pop(poster, ()):
+            self._clock.call_at(self._clock.now + other.wire.latency, other.queue.finish, other)
 
     # --- turns of ranks ---
 
@@ -276,6 +293,7 @@ class SendQueue:
         # between GPUs the thread that posts asks for the end too; where both overlap, within the call
         self.blocks = copier is not None and poster.share is None
         self._asks = self.blocks and not model.overlap
+        self._one_stream = self._asks and model.one_stream
         self._draws = draws
         self.outstanding = self._most = 0  # descriptors, of all that is posted now, and of the largest ever
         self._clock: Clock = network.clock
@@ -437,7 +455,11 @@ class SendQueue:
         start = max(now, poster.free)
         if self._draws is not None:
             start += self._draws.start()
-        posting.posted = start + (self.model.posting(descriptors) - early) * poster.slowness
+        work = (self.model.posting(descriptors) - early) * poster.slowness
+        posting.posted = start + work
+        if self._one_stream:
+            posting.work = work
+            posting.at_first = posting.nbytes <= FIRST * posting.wire.latency * posting.wire.rate
         poster.free = posting.posted + self._polls(posting)
         begin = start if self._overlap else posting.posted
         if self._pipelined:
@@ -537,12 +559,20 @@ class SendQueue:
     def _complete(self, posting: Posting) -> None:
         # The thread that asks for the end is posting: it finds it when it has done what it was given by now.
         free = self.poster.free
-        if self._asks and not posting.at_once and free > self._clock.now:
-            self._clock.call_at(free, self._finish, posting)
+        if not self._asks or posting.at_once or posting.at_first:
+            self.finish(posting)
+        elif free > self._clock.now:
+            self._clock.call_at(free, self._ask, posting)
         else:
-            self._finish(posting)
+            self._ask(posting)
 
-    def _finish(self, posting: Posting) -> None:
+    def _ask(self, posting: Posting) -> None:
+        if self._one_stream and self.copier is not None and self.poster in self.copier.busy:
+            self.copier.unseen.setdefault(self.poster, []).append(posting)
+        else:
+            self.finish(posting)
+
+    def finish(self, posting: Posting) -> None:
         if not posting.aborted:
             self._leave(posting)
             posting.done(posting)

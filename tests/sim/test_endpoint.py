@@ -119,6 +119,23 @@ def test_between_gpus_a_call_is_made_when_the_one_before_is_done():
     assert [(record.submitted, record.completed) for record in bench.a.records] == [(0.0, 3.5), (1.75, 4.5)]
 
 
+def test_copies_on_one_stream_follow_each_other_and_end_together():
+    bench = Bench(cost(in_order=True, one_stream=True))
+    bench.write()
+    bench.write()
+    bench.run()
+    # the second's descriptors take their 1.25 after the first's wire, which ends at 2.25; the stream is idle at 4.5
+    assert [(record.submitted, record.completed) for record in bench.a.records] == [(1.75, 5.0), (0.0, 5.0)]
+
+
+def test_copies_that_are_over_when_first_asked_do_not_wait_for_the_stream():
+    bench = Bench(cost(in_order=True, one_stream=True, latency=8.0))
+    bench.write()
+    bench.write()
+    bench.run()
+    assert [(record.submitted, record.completed) for record in bench.a.records] == [(0.0, 10.25), (9.25, 19.5)]
+
+
 def test_a_transfer_succeeds_with_its_record_and_settles(bench):
     transfer = bench.write(label="chunk 0")
     assert bench.run() == [(2.75, "settled"), (2.75, "ok")]
