@@ -10,25 +10,35 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import fields, replace
-from math import inf
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from experiments import serve
 from experiments.faults.causes import Causes, Scenario
+from experiments.faults.settings import (
+    CHANGES,
+    LIBRARY,
+    LONGEST,
+    another_engine,
+    cached,
+    drafting,
+    edge_lengths,
+    full_queue,
+    gathering,
+    on_two_nodes,
+    with_two_sizes,
+)
 from pdsim.compute.forward import Compute
 from pdsim.config import Config
-from pdsim.hardware.costs import Collective, CollectiveModel, Engine, EngineModel
+from pdsim.hardware.costs import Engine, EngineModel
 from pdsim.hardware.machine import Gpu, Host, Interconnect, Machine, Nic
-from pdsim.kv.allgather import MEMORIES
 from pdsim.kv.messages import ROUTER, instance_of
-from pdsim.kv.pages import ORDERS
 from pdsim.kv.policy import Policy, Staging
 from pdsim.models.llm import Hybrid, Llm, Parallel, Side
 from pdsim.serving.deployment import Deployment
-from pdsim.serving.settings import Cache, HostCosts, Kv, SchedulerLimits
+from pdsim.serving.settings import Kv, SchedulerLimits
 from pdsim.serving.workload import Request, stream
 from pdsim.sim.faults import Faults, Pause, Silence, Slow, Squeeze, Stale
 from pdsim.sim.model import Model
@@ -51,7 +61,7 @@ KINDS = {
     "torn": "a transfer moves in two to four parts",
     "losses": "several instances lose a rank each",
     "together": "a prefill and a decode instance are killed and start again",
-    "silences": "a rank's control messages are held for up to two deadlines",
+    "silences": "a rank's messages are held, up to two deadlines",
     "router": "the router is killed",
     "broken": "transfers fail after none, some or all bytes",
     "full": "a short send queue: posting waits, or is refused",
@@ -60,20 +70,22 @@ KINDS = {
     "limits": "time limits for decode pages and for arrival",
     "held": "decode holds some first pages",
     "nodes": "the sides are on two nodes, joined by RDMA",
-    "edges": "lengths of whole pages or chunks, or one more; outputs of one or two tokens",
+    "edges": "whole pages or chunks, or a token more; outputs of one or two",
     "scatter": "pools hold little more than the longest request; slow scattering",
-    "pauses": "a rank stands still for up to two deadlines",
-    "grows": "decode's pages grow; preempted KV is computed again or retracted",
+    "pauses": "a rank stands still, up to two deadlines",
+    "grows": "pages grow; preempted KV is recomputed or retracted",
     "hosts": "host costs of SGLang's and vLLM's loops",
     "pulls": "decode reads from prefill; some leases end early",
     "engines": "other orders, threads, queues and reads",
     "routes": "other routing policies, unknown output lengths, fewer retries",
     "gathers": "context-parallel ranks gather KV",
-    "caches": "prompts begin alike; prefix caches, with eviction and host memory",
+    "caches": "shared prompts; prefix caches, eviction, host memory",
     "siblings": "all instances of a side are lost, and start again",
-    "stale": "messages of a killed rank arrive after its restart",
+    "stale": "a killed rank's messages arrive after its restart",
     "rings": "staged writes end late",
-    "changes": "instances drain and leave while requests are served, and join again",
+    "changes": "instances drain, leave and join again",
+    "sizes": "pages of two sizes",
+    "drafts": "speculative decoding; descriptor lists",
 }
 """The kinds of faults and unusual circumstances, and their effects: the table of `docs/faults.md`.
 
@@ -84,8 +96,6 @@ RARE = {"router": 0.15, "silences": 0.5, "pauses": 0.5}
 
 DEADLINE = 2.0
 """Seconds of silence after which a rank counts as gone."""
-
-_LONGEST = 24, 8  # input and output tokens of a request
 
 _MACHINE = Machine(
     name="trial",
@@ -169,11 +179,6 @@ _PAIRS = (  # of several instances on at least one side
     (Side(tp=1), Side(tp=2, instances=3)),
 )
 _GATHER_PAIRS = ((Side(tp=1, cp=2, instances=2), Side(tp=1, instances=2)),)
-_LINES = CollectiveModel(path="nvlink", pattern="ring", latency=1e-4, step=2e-5, rate=2e6)
-_LIBRARY = Collective(
-    name="trial", implementation="trial", plain=_LINES, symmetric=_LINES, pool=1 << 14, grow_latency=1e-4,
-    grow_rate=1e9, timeout=60.0,
-)  # fmt: skip
 _MESSAGE_POLICIES = (  # which tell of arrivals and metadata by messages
     Policy(metadata="control", notify="message"),
     Policy(queues=2, metadata="control", notify="poll"),
@@ -181,7 +186,6 @@ _MESSAGE_POLICIES = (  # which tell of arrivals and metadata by messages
     Policy(queues=1, metadata="write", metadata_fallback="control", notify="message", grouping="pages"),
     Policy(queues=2, metadata="control", staging=True),
 )
-_ROUTES = "least_tokens", "power_of_two", "round_robin", "transfer_aware"
 Draw = Callable[[str], np.random.Generator]
 """Gives the stream of random numbers of a name."""
 
@@ -229,15 +233,19 @@ def draw(
         prefill, decode = chosen("rings", _STAGED_SIDES)
         config = replace(config, parallel=Parallel(prefill=prefill, decode=decode), model=_LLM)
     if "nodes" in kinds:
-        config = _two_nodes(config)
+        config = on_two_nodes(config)
     if gathers := "gathers" in kinds and not {"caches", "held"} & set(kinds):  # whose first pages are not gathered
-        config = _gathering(config, chosen("gathers", _GATHER_SIDES), random("gathers.memory"))
-    if "caches" in kinds and config.model.hybrid is not None:  # a prefix cache keeps no state beside KV
+        config = gathering(config, chosen("gathers", _GATHER_SIDES), random("gathers.memory"))
+    if "caches" in kinds and config.model.hybrid.pattern != "a":  # a prefix cache keeps no state beside KV
         config = replace(config, model=_LLM)
     both = config.parallel.prefill, config.parallel.decode
     if "changes" in kinds and max(side.instances * side.dp for side in both) == 1:  # somebody serves meanwhile
         prefill, decode = chosen("changes.sides", _GATHER_PAIRS if gathers else _PAIRS)
         config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
+    if "sizes" in kinds and not {"caches", "held"} & set(kinds):  # which need equal pages
+        config = with_two_sizes(config, random("sizes"))
+    if "drafts" in kinds:
+        config = drafting(config, random("drafts"))
     asks = config.parallel.prefill.dp > 1 and random("query").random() < 0.5
     job = serve.job(config, serve.ServeOptions(deadline=DEADLINE, dp_rank="query" if asks else "room"))
     job = _squeezed(job, geometry, chosen("policies", _MESSAGE_POLICIES) if "policies" in kinds else None)
@@ -245,26 +253,27 @@ def draw(
         job = _squeezed(job, random("rings.job"), chosen("rings.policy", _STAGING_POLICIES))
     requests, gap = _requests(seed, count)
     if "edges" in kinds:
-        requests = _edge_lengths(requests, job, random("edges"))
+        requests = edge_lengths(requests, job, random("edges"))
     if "silences" in kinds and "delays" not in kinds:  # half of the time ranks are given up during handoffs
         chance, share = random("haste").random(2).tolist()
         job = replace(job, deadline=DEADLINE * (10 ** (-1.7 + 0.7 * share) if chance < 0.5 else 1.0))
-    for kind, change in _CHANGES.items():
+    for kind, change in CHANGES.items():
         if kind in kinds:
             job = change(job, random(kind))
     machine, engine = config.hw, config.backend
     if "engines" in kinds:
-        engine = _another_engine(engine, random("engines"))
+        engine = another_engine(engine, random("engines"))
         job = replace(job, handoff=replace(job.handoff, slices="plane"))
     if "full" in kinds:
-        engine = _full_queue(engine, random("full"))
+        engine = full_queue(engine, random("full"))
     if "caches" in kinds:
-        job, requests = _cached(job, requests, random("caches"))
+        job, requests = cached(job, requests, random("caches"))
     if "scatter" in kinds:
         prefill_pages, decode_pages = _pools(job, random("scatter"), 1.5)
         job = replace(job, prefill_pages=prefill_pages, decode_pages=decode_pages)
         assert machine.gpu is not None  # it copies within its memory at the rate of a link between two of them
         machine = replace(machine, gpu=replace(machine.gpu, memory_rate=2 * machine.interconnect.rate))
+    job = _of_whole_blocks(job)
     cancels = _cancels(random("aborts"), count) if "aborts" in kinds else {}
     span = 50 * gap + 0.5  # independent of the number of requests: few requests meet as many faults
     ranks = [name for instance in (*job.prefills, *job.decodes) for name in job.ranks(instance)]
@@ -303,7 +312,7 @@ def draw(
         limit=80.0 + calm,
         machine=machine,
         engine=engine,
-        collective=_LIBRARY if gathers else None,
+        collective=LIBRARY if gathers else None,
         text=text,
     )
 
@@ -359,6 +368,15 @@ def _config(seed: int, random: np.random.Generator) -> Config:
     )
 
 
+def _of_whole_blocks(job: Deployment) -> Deployment:
+    prefill, decode = job.prefill_block, job.decode_block
+    return replace(
+        job,
+        prefill_pages=-(-job.prefill_pages // prefill) * prefill,
+        decode_pages=-(-job.decode_pages // decode) * decode,
+    )
+
+
 def _squeezed(job: Deployment, random: np.random.Generator, policy: Policy | None) -> Deployment:
     # Small pools, few slots and small rings; the policy is drawn unless it is given.
     prefill, decode = _pools(job, random, 6.0)
@@ -386,7 +404,7 @@ def _squeezed(job: Deployment, random: np.random.Generator, policy: Policy | Non
 
 def _pools(job: Deployment, random: np.random.Generator, most: float) -> tuple[int, int]:
     # From one to *most* of the pages that the longest request needs, on either side.
-    least = job.page_count(_LONGEST[0]), job.page_count(sum(_LONGEST))
+    least = job.page_count(LONGEST[0]), job.page_count(sum(LONGEST))
     prefill, decode = (int(pages * more) for pages, more in zip(least, random.uniform(1.0, most, 2), strict=True))
     return prefill, decode
 
@@ -395,7 +413,7 @@ def _requests(seed: int, count: int) -> tuple[list[Request], float]:
     # And the mean time between two of them.
     gap = 10.0 ** float(stream(seed, "faults.load").uniform(-3.5, -2.0))
     arrivals = np.cumsum(stream(seed, "faults.arrivals").random(count) * 2 * gap).tolist()
-    lengths = 1 + (stream(seed, "faults.lengths").random((count, 2)) * _LONGEST).astype(int)
+    lengths = 1 + (stream(seed, "faults.lengths").random((count, 2)) * LONGEST).astype(int)
     return [Request(at, *row) for at, row in zip(arrivals, lengths.tolist(), strict=True)], gap
 
 
@@ -540,159 +558,3 @@ def _side(side: Side) -> str:
     sizes = {"tp": side.tp, "pp": side.pp, "cp": side.cp, "dp": side.dp}
     text = "".join(f" {name}={size}" for name, size in sizes.items() if size > 1 or name == "tp")
     return f"{side.instances} x{text}"
-
-
-def _two_nodes(config: Config) -> Config:
-    # On two nodes of half the GPUs each, whose network cards are as slow as the links within one.
-    machine, intra = config.hw, config.backend.intra
-    assert intra is not None
-    cards = Nic(count=machine.gpus // 2, rate=machine.interconnect.rate, latency=5e-6)
-    machine = replace(machine, nodes=2, gpus=machine.gpus // 2, nic=cards)
-    return replace(
-        config, hw=machine, backend=replace(config.backend, inter=replace(intra, path="rdma", overlap=True))
-    )
-
-
-def _edge_lengths(requests: Sequence[Request], job: Deployment, random: np.random.Generator) -> list[Request]:
-    # Inputs of whole pages or chunks, or one token more, and outputs of one or two tokens.  A number of draws of its
-    # own for each keeps the first of more requests what they are among fewer.
-    lengths = []
-    for request in requests:
-        which, many, more, output = random.random(4).tolist()
-        unit = (job.page_size, job.chunk, 1)[int(3 * which)]
-        tokens = unit * (1 + int(many * max(1, _LONGEST[0] // unit))) + int(2 * more)
-        lengths.append(request._replace(input=min(tokens, _LONGEST[0]), output=(1, 1, 2)[int(3 * output)]))
-    return lengths
-
-
-def _limited(job: Deployment, random: np.random.Generator) -> Deployment:
-    # A limit for a room's pages at decode, for all of it to arrive, or for both.
-    which, bootstrap, waiting = random.random(3).tolist()
-    return replace(
-        job,
-        bootstrap_timeout=10 ** (-1.0 + bootstrap) if which < 0.7 else 0.0,
-        waiting_timeout=10 ** (-1.0 + waiting) if which > 0.3 else 0.0,
-    )
-
-
-def _full_queue(engine: Engine, random: np.random.Generator) -> Engine:
-    # Room for few descriptors to one peer; half of the time more are refused.  Then there is room for a probe's,
-    # whose writes must not fail when nothing else is posted.
-    size, full = int(random.integers(3)), "refuse" if random.random() < 0.5 else "wait"
-    depth = ((4, 16, 64) if full == "wait" else (96, 128, 256))[size]
-    paths = {name: getattr(engine, name) for name in ("intra", "inter")}
-    return replace(engine, **{name: path and replace(path, depth=depth, full=full) for name, path in paths.items()})
-
-
-def _another_engine(engine: Engine, random: np.random.Generator) -> Engine:
-    # Other stages, order, queues and threads: completions come in other orders.
-    chance = random.random(9).tolist()
-    threads = 1 + int(3 * chance[0])
-
-    changes: dict[str, Any] = {
-        "overlap": chance[1] < 0.7,
-        "pipelined": chance[1] < 0.35,
-        "in_order": chance[2] < 0.5,
-        "streams": chance[6] < 0.5,
-        "queues": 1 + int(3 * chance[3]),
-        "queue_rate": 1e6 if chance[4] < 0.5 else inf,
-        "wire_descriptor": 1e-5 * (chance[5] < 0.5),
-        "read": 1e-4 * chance[6],
-        "read_descriptor": 1e-6 * chance[6],
-        "read_rate": 1e6 if chance[7] < 0.5 else inf,
-    }
-    paths = {name: getattr(engine, name) for name in ("intra", "inter")}
-    changed = {name: path and replace(path, **changes) for name, path in paths.items()}
-    return replace(engine, threads=threads, serial=chance[8] if threads > 1 else 1.0, **changed)
-
-
-def _growing(job: Deployment, random: np.random.Generator) -> Deployment:
-    # Decode admits requests with pages for their input, in pools of one to one and a half of the longest requests,
-    # and preempts when others run short; KV takes as long as some steps to host memory and back.
-    share, reserved, preemption, victim = random.random(4).tolist()
-    engine = replace(
-        job.engine,
-        memory="grow",
-        reserved_tokens=int(6 * reserved),
-        preemption="recompute" if preemption < 0.5 else "retract",
-        retract_rate=1e6,
-        scheduler="fcfs" if victim < 0.5 else "least_generated",
-    )
-    return replace(job, engine=engine, decode_pages=int(job.page_count(sum(_LONGEST)) * (1.0 + share / 2)))
-
-
-def _hosted(job: Deployment, random: np.random.Generator) -> Deployment:
-    # The loops of SGLang or vLLM, each of their rules with an even chance; host costs are half of the time none,
-    # otherwise from a hundredth of a forward to three.
-    chance = random.random(10).tolist()
-    engine = replace(
-        job.engine,
-        ahead=chance[0] < 0.5,
-        overlap=chance[1] < 0.5,
-        pipeline=int(4 * chance[2]),
-        posting_holds=chance[3] < 0.5,
-        busy=1.0 + 2.0 * chance[4],
-        variation=0.5 * (chance[5] < 0.5),
-        proxy=1e-3 * chance[6],
-        scheduler="fcfs" if chance[7] < 0.5 else "least_generated",
-        page_order="tokens" if chance[8] < 0.5 or job.staging else "heads",
-        pages=ORDERS[int(len(ORDERS) * chance[9])],
-        prefill=_costs(random),
-        decode=_costs(random),
-        packed=bool(random.random() < 0.5) and not job.staging,
-    )
-    return replace(job, engine=engine)
-
-
-def _costs(random: np.random.Generator) -> HostCosts:
-    costs = {}
-    for each in fields(HostCosts):
-        chance, size = random.random(2).tolist()
-        costs[each.name] = 10 ** (-5.0 + 2.5 * size) * (chance < 0.5) / (10 if each.name.endswith("_token") else 1)
-    return HostCosts(**costs)
-
-
-def _pulled(job: Deployment, random: np.random.Generator) -> Deployment:
-    # Decode reads what prefill keeps for it, under leases from a few reads to all of the run.
-    lease = 10.0 ** float(random.uniform(-1.5, 1.5))
-    engine = replace(job.engine, handoff="pull", recompute=1, memory="grow", lease=lease, heartbeat=lease / 3)
-    engine = replace(engine, noticed="decode" if random.random() < 0.5 else "prefill")
-    return replace(job, engine=engine, staging=None)
-
-
-def _routed(job: Deployment, random: np.random.Generator) -> Deployment:
-    # A routing policy that needs no cache, and retries from none to three.
-    policy, unknown, retries = random.random(3).tolist()
-    return replace(job, policy=_ROUTES[int(4 * policy)], output_known=unknown < 0.5, retries=int(4 * retries))
-
-
-def _gathering(config: Config, sides: tuple[Side, Side], random: np.random.Generator) -> Config:
-    # On *sides*, unless prefill has context-parallel ranks already.
-    if config.parallel.prefill.cp == 1:
-        config = replace(config, parallel=Parallel(prefill=sides[0], decode=sides[1]))
-    memory = MEMORIES[int(random.integers(len(MEMORIES)))]
-    return replace(config, collective=_LIBRARY, kv=replace(config.kv, gather=memory))
-
-
-def _cached(
-    job: Deployment, requests: Sequence[Request], random: np.random.Generator
-) -> tuple[Deployment, list[Request]]:
-    # Prompts of one to four texts, each request the beginning of one, and a cache on at least one side.
-    side, radix, scheduled, early, host, limit, texts = random.random(7).tolist()
-    tokens = _LONGEST[0]
-    cache = Cache(
-        prefill=side < 0.7,
-        decode=side > 0.4,
-        eviction="radix" if radix < 0.5 else "block",
-        found="scheduled" if scheduled < 0.3 else "computed",
-        early=early < 0.5 and scheduled >= 0.3,  # what is only scheduled cannot be sent yet
-        host=int(2 * tokens * host) if host > 0.5 and side < 0.7 else 0,
-        limit=int(2 * tokens * limit) if limit > 0.7 else 0,
-    )
-    which = 1 + (random.random(len(requests)) * (1 + int(4 * texts))).astype(int)
-    alike = [request._replace(hash_ids=(text,)) for request, text in zip(requests, which.tolist(), strict=True)]
-    return replace(job, cache=cache, staging=None if cache.decode else job.staging), alike
-
-
-_CHANGES = {"limits": _limited, "grows": _growing, "hosts": _hosted, "pulls": _pulled, "routes": _routed}
-"""What kinds change of a deployment, in this order."""

@@ -226,14 +226,14 @@ def drops_what_failed(self: PrefillScheduler, forward: Any) -> Any:
 
 def test_a_scheduled_prompt_is_computed_though_its_room_fails(monkeypatch: pytest.MonkeyPatch):
     """Others have found its pages by then."""
-    cached = scenario._cached
+    cached = scenario.cached
 
     def scheduled(*arguments: Any) -> Any:
         job, requests = cached(*arguments)
         cache = replace(job.cache, prefill=True, found="scheduled", early=False)
         return replace(job, cache=cache, engine=replace(job.engine, ahead=True)), requests
 
-    monkeypatch.setattr(scenario, "_cached", scheduled)
+    monkeypatch.setattr(scenario, "cached", scheduled)
     shown = FaultTrial(68, 8, 1.0, frozenset(KINDS) - {"aborts", "caches", "pulls", "edges"})
     assert not shown.run().violations
     with patched(((PrefillScheduler, "_still_wanted", drops_what_failed),)):
@@ -296,9 +296,6 @@ NOT_DRAWN = {
     "engine.step_tokens": "is the chunk, which is drawn",
     "engine.mixed, engine.look": "of colocated engines alone",
     "engine.version": "names the settings that a release starts with, which are drawn one by one",
-    "engine.draft, engine.draft_layers, engine.draft_share, engine.draft_kv, engine.acceptance, engine.prepare":
-    "lengths of steps and of first contacts, which other times vary",
-    "prefill_block, decode_block": "where pages lie, which orders of pages vary",
     "layerwise, colocated": "contents are not checked: pdsim refuses or skips them with memory=tracked",
     "backend.path, backend.call, backend.descriptor, backend.latency, backend.rate, backend.line, "
     "backend.fresh_descriptor, backend.lanes, backend.ramp, backend.small, backend.workers, backend.by_option":

@@ -160,22 +160,6 @@ def test_the_trial_of_faults_finds_nothing(first: int, lease: float):
         assert attempt(replace(scenario, job=what, specs=ranks)).violations == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", [PULL, ServingEngine(name="push", memory="grow")], ids=["pull", "push"])
-@pytest.mark.parametrize(("prefill", "decode"), [(1, 4), (4, 1)])
-def test_the_trial_finds_nothing_between_pages_of_two_sizes(prefill: int, decode: int, engine: ServingEngine):
-    for seed in range(10):
-        scenario = draw(seed, 30, 0.4, frozenset({"held", "caches"}))  # which need equal pages
-        pages = {
-            "prefill_pages": prefill * scenario.job.prefill_pages,
-            "decode_pages": decode * scenario.job.decode_pages,
-        }
-        blocks = {"prefill_block": prefill, "decode_block": decode}
-        what = replace(scenario.job, engine=replace(engine, prepare=1e-6), staging=None, **pages, **blocks)
-        ranks = [replace(spec, arguments={**spec.arguments, "job": what.plain()}) for spec in scenario.specs]
-        assert attempt(replace(scenario, job=what, specs=ranks)).violations == []
-
-
 @pytest.mark.parametrize("leaves", [(), [(0, 0.13)]], ids=["stays", "leaves"])
 @pytest.mark.parametrize("end", [{}, {"prefill0.0": 0.15}], ids=["lives", "ends"])
 def test_what_prefill_has_not_noticed_yet_is_here_all_the_same(end: Mapping[str, float], leaves: list[Any]):

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Unusual settings that kinds of `experiments.faults.scenario` make of a deployment and its requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from pdsim.config import Config
+from pdsim.hardware.costs import Collective, CollectiveModel, Engine
+from pdsim.hardware.machine import Nic
+from pdsim.kv.allgather import MEMORIES
+from pdsim.kv.pages import ORDERS
+from pdsim.models.llm import Parallel, Side
+from pdsim.serving.deployment import Deployment
+from pdsim.serving.settings import Cache, HostCosts
+from pdsim.serving.workload import Request
+
+LONGEST = 24, 8
+"""Input and output tokens of a request, at most."""
+
+_ROUTES = "least_tokens", "power_of_two", "round_robin", "transfer_aware"
+_LINES = CollectiveModel(path="nvlink", pattern="ring", latency=1e-4, step=2e-5, rate=2e6)
+LIBRARY = Collective(
+    name="trial", implementation="trial", plain=_LINES, symmetric=_LINES, pool=1 << 14, grow_latency=1e-4,
+    grow_rate=1e9, timeout=60.0,
+)  # fmt: skip
+"""The library that gathers."""
+
+
+def with_two_sizes(config: Config, random: np.random.Generator) -> Config:
+    """Return *config* with pages on one side that are two or four of the other's."""
+    small, (side, more) = config.kv.page_size, random.random(2).tolist()
+    large = small * (2 if more < 0.5 else 4)
+    prefill, decode = (small, large) if side < 0.5 else (large, small)
+    return replace(config, kv=replace(config.kv, page_size=prefill, decode_page_size=decode))
+
+
+def drafting(config: Config, random: np.random.Generator) -> Config:
+    """Return *config* with speculative decoding, and lists of descriptors that are made at first contact."""
+    tokens, accepted, share, layers, comes, prepare = random.random(6).tolist()
+    engine = replace(
+        config.engine,
+        draft=1 + int(3 * tokens),
+        acceptance=accepted,
+        draft_share=0.5 * share,
+        draft_layers=int(layers < 0.7 and config.model.hybrid.pattern == "a"),
+        draft_kv="transferred" if comes < 0.5 else "recomputed",
+        prepare=10.0 ** (-7.0 + 3 * prepare),
+    )
+    return replace(config, engine=engine)
+
+
+def on_two_nodes(config: Config) -> Config:
+    """Return *config* on two nodes of half the GPUs each, with network cards as slow as the links within one."""
+    machine, intra = config.hw, config.backend.intra
+    assert intra is not None
+    cards = Nic(count=machine.gpus // 2, rate=machine.interconnect.rate, latency=5e-6)
+    machine = replace(machine, nodes=2, gpus=machine.gpus // 2, nic=cards)
+    return replace(
+        config, hw=machine, backend=replace(config.backend, inter=replace(intra, path="rdma", overlap=True))
+    )
+
+
+def edge_lengths(requests: Sequence[Request], job: Deployment, random: np.random.Generator) -> list[Request]:
+    """Return *requests* with inputs of whole pages or chunks, or one token more, and outputs of one or two tokens.
+
+    A number of draws of its own for each keeps the first of more requests what they are among fewer.
+    """
+    lengths = []
+    for request in requests:
+        which, many, more, output = random.random(4).tolist()
+        unit = (job.page_size, job.chunk, 1)[int(3 * which)]
+        tokens = unit * (1 + int(many * max(1, LONGEST[0] // unit))) + int(2 * more)
+        lengths.append(request._replace(input=min(tokens, LONGEST[0]), output=(1, 1, 2)[int(3 * output)]))
+    return lengths
+
+
+def limited(job: Deployment, random: np.random.Generator) -> Deployment:
+    """Return *job* with a limit for a room's pages at decode, for all of it to arrive, or for both."""
+    which, bootstrap, waiting = random.random(3).tolist()
+    return replace(
+        job,
+        bootstrap_timeout=10 ** (-1.0 + bootstrap) if which < 0.7 else 0.0,
+        waiting_timeout=10 ** (-1.0 + waiting) if which > 0.3 else 0.0,
+    )
+
+
+def full_queue(engine: Engine, random: np.random.Generator) -> Engine:
+    """Return *engine* with room for few descriptors to one peer; half of the time more are refused.
+
+    Then there is room for a probe's, whose writes must not fail when nothing else is posted.
+    """
+    size, full = int(random.integers(3)), "refuse" if random.random() < 0.5 else "wait"
+    depth = ((4, 16, 64) if full == "wait" else (96, 128, 256))[size]
+    paths = {name: getattr(engine, name) for name in ("intra", "inter")}
+    return replace(engine, **{name: path and replace(path, depth=depth, full=full) for name, path in paths.items()})
+
+
+def another_engine(engine: Engine, random: np.random.Generator) -> Engine:
+    """Return *engine* with other stages, order, queues and threads: completions come in other orders."""
+    chance = random.random(9).tolist()
+    threads = 1 + int(3 * chance[0])
+
+    changes: dict[str, Any] = {
+        "overlap": chance[1] < 0.7,
+        "pipelined": chance[1] < 0.35,
+        "in_order": chance[2] < 0.5,
+        "streams": chance[6] < 0.5,
+        "queues": 1 + int(3 * chance[3]),
+        "queue_rate": 1e6 if chance[4] < 0.5 else inf,
+        "wire_descriptor": 1e-5 * (chance[5] < 0.5),
+        "read": 1e-4 * chance[6],
+        "read_descriptor": 1e-6 * chance[6],
+        "read_rate": 1e6 if chance[7] < 0.5 else inf,
+    }
+    paths = {name: getattr(engine, name) for name in ("intra", "inter")}
+    changed = {name: path and replace(path, **changes) for name, path in paths.items()}
+    return replace(engine, threads=threads, serial=chance[8] if threads > 1 else 1.0, **changed)
+
+
+def growing(job: Deployment, random: np.random.Generator) -> Deployment:
+    """Return *job* whose decode admits requests with pages for their input, and preempts when others run short.
+
+    Pools are one to one and a half of the longest requests; KV takes as long as some steps to host memory and back.
+    """
+    share, reserved, preemption, victim = random.random(4).tolist()
+    engine = replace(
+        job.engine,
+        memory="grow",
+        reserved_tokens=int(6 * reserved),
+        preemption="recompute" if preemption < 0.5 else "retract",
+        retract_rate=1e6,
+        scheduler="fcfs" if victim < 0.5 else "least_generated",
+    )
+    return replace(job, engine=engine, decode_pages=int(job.page_count(sum(LONGEST)) * (1.0 + share / 2)))
+
+
+def hosted(job: Deployment, random: np.random.Generator) -> Deployment:
+    """Return *job* with the loops of SGLang or vLLM, each of their rules with an even chance.
+
+    Host costs are half of the time none, otherwise from a hundredth of a forward to three.
+    """
+    chance = random.random(10).tolist()
+    engine = replace(
+        job.engine,
+        ahead=chance[0] < 0.5,
+        overlap=chance[1] < 0.5,
+        pipeline=int(4 * chance[2]),
+        posting_holds=chance[3] < 0.5,
+        busy=1.0 + 2.0 * chance[4],
+        variation=0.5 * (chance[5] < 0.5),
+        proxy=1e-3 * chance[6],
+        scheduler="fcfs" if chance[7] < 0.5 else "least_generated",
+        page_order="tokens" if chance[8] < 0.5 or job.staging else "heads",
+        pages=ORDERS[int(len(ORDERS) * chance[9])],
+        prefill=_costs(random),
+        decode=_costs(random),
+        packed=bool(random.random() < 0.5) and not job.staging,
+    )
+    return replace(job, engine=engine)
+
+
+def _costs(random: np.random.Generator) -> HostCosts:
+    costs = {}
+    for each in fields(HostCosts):
+        chance, size = random.random(2).tolist()
+        costs[each.name] = 10 ** (-5.0 + 2.5 * size) * (chance < 0.5) / (10 if each.name.endswith("_token") else 1)
+    return HostCosts(**costs)
+
+
+def pulled(job: Deployment, random: np.random.Generator) -> Deployment:
+    """Return *job* whose decode reads what prefill keeps, under leases from a few reads to all of the run."""
+    lease = 10.0 ** float(random.uniform(-1.5, 1.5))
+    engine = replace(job.engine, handoff="pull", recompute=1, memory="grow", lease=lease, heartbeat=lease / 3)
+    engine = replace(engine, noticed="decode" if random.random() < 0.5 else "prefill")
+    return replace(job, engine=engine, staging=None)
+
+
+def routed(job: Deployment, random: np.random.Generator) -> Deployment:
+    """Return *job* with a routing policy that needs no cache, and retries from none to three."""
+    policy, unknown, retries = random.random(3).tolist()
+    return replace(job, policy=_ROUTES[int(4 * policy)], output_known=unknown < 0.5, retries=int(4 * retries))
+
+
+def gathering(config: Config, sides: tuple[Side, Side], random: np.random.Generator) -> Config:
+    """Return *config* whose prefill gathers KV, on *sides* unless it has context-parallel ranks already."""
+    if config.parallel.prefill.cp == 1:
+        config = replace(config, parallel=Parallel(prefill=sides[0], decode=sides[1]))
+    memory = MEMORIES[int(random.integers(len(MEMORIES)))]
+    return replace(config, collective=LIBRARY, kv=replace(config.kv, gather=memory))
+
+
+def cached(
+    job: Deployment, requests: Sequence[Request], random: np.random.Generator
+) -> tuple[Deployment, list[Request]]:
+    """Return *job* with a cache on at least one side; prompts are the beginnings of one to four texts."""
+    side, radix, scheduled, early, host, limit, texts = random.random(7).tolist()
+    tokens = LONGEST[0]
+    cache = Cache(
+        prefill=side < 0.7,
+        decode=side > 0.4,
+        eviction="radix" if radix < 0.5 else "block",
+        found="scheduled" if scheduled < 0.3 else "computed",
+        early=early < 0.5 and scheduled >= 0.3,  # what is only scheduled cannot be sent yet
+        host=int(2 * tokens * host) if host > 0.5 and side < 0.7 else 0,
+        limit=int(2 * tokens * limit) if limit > 0.7 else 0,
+    )
+    which = 1 + (random.random(len(requests)) * (1 + int(4 * texts))).astype(int)
+    alike = [request._replace(hash_ids=(text,)) for request, text in zip(requests, which.tolist(), strict=True)]
+    return replace(job, cache=cache, staging=None if cache.decode else job.staging), alike
+
+
+CHANGES = {"limits": limited, "grows": growing, "hosts": hosted, "pulls": pulled, "routes": routed}
+"""What kinds change of a deployment, in this order."""
