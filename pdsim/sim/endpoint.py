@@ -68,8 +68,7 @@ class SimEndpoint:
     """One rank's way to move bytes: the simulated `pdsim.transfer.Endpoint`.
 
     *clock* is the rank's own, on which its transfers are events; *device* holds the buffers that it may register,
-    *site* is where it is on the machine, and *recorder* is given the record of each transfer when it ends.  At most
-    one `Series` is under way, and any other post cuts it first.
+    *site* is where it is on the machine, and *recorder* is given the record of each transfer when it ends.
     """
 
     def __init__(
@@ -86,13 +85,14 @@ class SimEndpoint:
         self.inbound: dict[str, list[SimEndpoint]] = {}  # by rank: incarnations that connected; until noticed to end
         self.regions: dict[str, Registration] = {}  # by name
         self.poster = fabric.poster(site)
-        self.series: Series | None = None  # writes that are foreseen
         self.moving: dict[int, SimTransfer] = {}  # that are not quiesced, by number
         self.quarantined = 0  # how many of them have failed
         self._fabric = fabric
         self._hardware: Clock = fabric.clock
         self._chance, self._observer = fabric.chance, fabric.observer
-        self._timeout = fabric.engine.timeout
+        self.limit = fabric.engine.timeout
+        self.singles = 0  # transfers under way that are a `Series` of their own
+        self._foreseen = fabric.network.foreseen
         self._clock = clock
         self._device = device
         self._keep = recorder.transfer
@@ -252,12 +252,8 @@ class SimEndpoint:
         return dropped
 
     def _cut_series(self) -> None:
-        if not self._fabric.network.foreseen.series:  # so the ends of many ranks are not quadratic
-            return
-        for other in self._fabric.endpoints.values():
-            series = other.series
-            if series is not None and (other is self or series.peer == self.name):
-                series.cut()
+        series = self._foreseen.series
+        self._foreseen.cut([one for one in series if one.peer == self.name or one.thread is self.poster])
 
     def _check_open(self) -> None:
         if self.ended is not None:
@@ -274,21 +270,23 @@ class SimEndpoint:
     def _start(
         self, peer: Peer, batch: Batch, write: bool, notify: bytes, timeout: float | None, label: str
     ) -> Transfer:
-        if self.series is not None:
-            self.series.cut()
         connection = self._connection(peer)
         own, remote = check_sides(self.name, peer, batch, write=write)
         local = self._registered(own)
-        limit = self._timeout if timeout is None else timeout
+        limit = self.limit if timeout is None else timeout
         if not limit > 0:
             raise ValueError(f"timeout={limit} must be > 0")
         now = self._hardware.now
+        if self._foreseen.series:
+            self._foreseen.cut([one for one in self._foreseen.of(self.poster) if one.alone or timeout is not None])
         transfer = Transfer(self._clock, batch, label)
         called = max(now, self.poster.free) if connection.send_queue.blocks else now
         posted = SimTransfer(transfer, connection, write, local, remote, notify, called)
         number = self._add(posted)
         if connection.remote.ended is not None:  # not noticed before `DETECTION`
             self._lose(number, posted)
+        elif self._foreseen.series and self._join(posted, number):
+            transfer.posted = max(now, self.poster.free)
         else:
             try:
                 posted.posting = self._post(posted, number)
@@ -422,39 +420,63 @@ class SimEndpoint:
         else.
         """
         connection = self._connection(peer)
-        there, queue = connection.remote, connection.send_queue
+        there, queue, beside = connection.remote, connection.send_queue, self._foreseen.of(self.poster)
         watched = self._chance is not None or self._observer is not None or self._fabric.draws is not None
-        if watched or self._device.holds_bytes or self.moving or self.series or there.ended is not None:
+        alone = watched or self._device.holds_bytes or len(self.moving) > self.singles or there.ended is not None
+        if alone or any(one.alone for one in beside):
             return None
         paces, posted = [], []
         batches = [part.batches[number] for part in parts]
         for batch in batches:
             check_sides(self.name, peer, batch, write=True)
-            pace = queue.foresee(batch.nbytes, len(batch), bool(times))
+            pace = queue.foresee(batch.nbytes, len(batch), bool(times), bool(beside))
             if pace is None:
                 return None
             paces.append(pace)
         for batch, part in zip(batches, parts, strict=True):
             transfer, local = Transfer(self._clock, batch, part.label), self._registered(batch.source)
             posted.append(SimTransfer(transfer, connection, True, local, batch.target, part.notify, 0.0))
-        series = Series(self, self._fabric.network, posted, kinds, paces, over, times)
-        if not series.begin(self._timeout):
+        series = Series(self, self._foreseen, posted, kinds, paces, over, times)
+        if not self._foreseen.join(series):
             for one in posted:
                 one.release()
             return None
-        self.series = series
         if parts[0].notify and not there.inbox.host_latency.instant:
             there.inbox.host_latency.expect(series.arrivals)
         return series
 
-    def resume(self, posted: SimTransfer, stages: Stages, flow: Flow | None) -> Transfer:
-        """Go on with *posted*, a write of a series, as if it had been posted by itself."""
+    def _join(self, posted: SimTransfer, number: int) -> bool:
+        # Let the one write *posted* be a series of its own, beside those of its thread; else end them.
+        beside, queue, batch = self._foreseen.of(self.poster), posted.connection.send_queue, posted.transfer.batch
+        if not beside:
+            return False
+        if posted.write and len(self.moving) == self.singles + 1:
+            pace = queue.foresee(batch.nbytes, len(batch), apart=False, beside=True)
+            if pace is not None and self._foreseen.join(
+                Series(self, self._foreseen, [posted], [0], [pace], None, (), number)
+            ):
+                self.singles += 1
+                return True
+        self._foreseen.cut(list(beside))
+        return False
+
+    def complete(self, posted: SimTransfer, number: int, at: float) -> None:
+        """Report *posted*, the one write of a series: it has been posted since the time *at*, and is complete."""
+        self.singles -= 1
         batch = posted.transfer.batch
-        posted.submitted = stages[0]
-        number = self._add(posted)
-        queue = posted.connection.send_queue
+        posted.posting = posted.connection.send_queue.over(batch.nbytes, len(batch), at, number)
+        self._on_complete(posted.posting)
+
+    def resume(self, posted: SimTransfer, stages: Stages, flow: Flow | None, number: int | None = None) -> Transfer:
+        """Go on with *posted*, a write of a series, as if it had been posted by itself, with its *number* if any."""
+        batch, queue = posted.transfer.batch, posted.connection.send_queue
+        if number is None:
+            posted.submitted = stages[0]
+            number = self._add(posted)
+            self._deadlines.add(posted.submitted + self.limit, number)
+        else:
+            self.singles -= 1
         posted.posting = queue.resume(batch.nbytes, len(batch), stages, flow, self._on_complete, number)
-        self._deadlines.add(posted.submitted + self._timeout, number)
         return posted.transfer
 
 

@@ -158,31 +158,11 @@ class Network:
         ahead = self.foreseen.carried()
         return [link.carried + ahead.get(link, 0.0) for link in self.links]
 
-    def is_idle(self, links: Sequence[Link], since: float) -> bool:
-        """Return whether no flow is on *links*, nor, if *since* is now, has ended there in this instant."""
-        if self._resized:
+    def is_idle(self, links: Sequence[Link]) -> bool:
+        """Return whether no flow is on *links*."""
+        if self._resized or any(path.flows for link in links for path in link.active):
             return False
-        for link in links:
-            for path in link.active:
-                if path.flows or since <= self.clock.now:
-                    return False
         return not any(path.flows and not set(links).isdisjoint(path.live) for path in self._changed)
-
-    def resume(self, flows: Sequence[tuple[Path, float]], begin: float) -> list[Flow]:
-        """Return flows of these sizes that began over these paths at *begin*, when their links were free, as now.
-
-        None of them has ended; the caller sets their `Flow.done` and `Flow.tag`.
-        """
-        resumed = []
-        for path, size in flows:
-            flow = Flow(path, size, _nobody, None)
-            self._flows += 1
-            path.flows += 1
-            heappush(path.ahead, (size, self._flows, flow))
-            resumed.append(flow)
-        self.solver.solve([path for path, _ in flows], (), begin)
-        self._arm()
-        return resumed
 
     def _change(self, path: Path) -> None:
         if self._alone:
@@ -283,9 +263,6 @@ class Network:
         while ends and ends[0][0] != ends[0][2].eta:
             heappop(ends)
         return ends[0][0] if ends else inf
-
-
-def _nobody(_: Any) -> None: ...
 
 
 def _check_capacity(capacity: float) -> None:

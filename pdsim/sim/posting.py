@@ -344,18 +344,19 @@ class SendQueue:
             )
         return posting
 
-    def foresee(self, nbytes: int, descriptors: int, apart: bool) -> Pace | None:
-        """Return what equal writes take that an idle thread posts one after the other from now on.
+    def foresee(self, nbytes: int, descriptors: int, apart: bool, beside: bool) -> Pace | None:
+        """Return what equal writes take that a thread posts from now on, one when the one before is complete.
 
-        *apart*: there may be pauses between them, in which a copy engine goes to sleep.  Return None if what they do
-        to each other, or to others, is more than a `Series` says.
+        *apart*: there may be pauses between them, in which a copy engine goes to sleep.  *beside*: the thread posts
+        for other series, and nothing else.  Return None if what they do to each other, or to others, is more than a
+        `Series` says.
         """
         model, wire, poster, copier, now = self.model, self._outward, self.poster, self.copier, self._clock.now
         simple = not (model.depth or model.pipelined or poster.under_way or poster.share) and wire.streams is None
-        simple = simple and not (copier and wire.occupancy)
+        simple = simple and not (copier and (wire.occupancy or beside))
         at_once = model.small is not None and model.small.takes(descriptors, nbytes)
         size = nbytes + descriptors * wire.occupancy
-        if not simple or at_once or model.fresh_descriptor or poster.free > now or not size:
+        if not simple or at_once or model.fresh_descriptor or not size or (poster.free > now and not beside):
             return None
         posting = model.posting(descriptors) * poster.slowness
         first = now if model.overlap else now + posting
@@ -380,7 +381,7 @@ class SendQueue:
         submitted, posted, begin, end, over = stages
         posting = Posting(self, self._outward, nbytes, descriptors, done, tag, 0.0)
         posting.posted = posted
-        self.poster.free = posted + self._polls(posting)
+        self.poster.free = max(self.poster.free, posted + self._polls(posting))
         self.outstanding += descriptors
         self.poster.under_way += 1
         now = self._clock.now
@@ -406,6 +407,12 @@ class SendQueue:
                 self.copier.busy[self.poster] = posting
             if flow is None and ended > now:
                 self._clock.call_at(ended, self.copier.leave, posting)
+        return posting
+
+    def over(self, nbytes: int, descriptors: int, posted: float, tag: Any) -> Posting:
+        """Return a write of a series that is complete, and was *posted* then."""
+        posting = Posting(self, self._outward, nbytes, descriptors, _nobody, tag, 0.0)
+        posting.posted = posted
         return posting
 
     def carried(self, at: float) -> None:
@@ -584,6 +591,9 @@ class SendQueue:
         waiting = self._waiting
         while waiting and self._has_room(waiting[0].descriptors):
             self._admit(waiting.popleft())
+
+
+def _nobody(_: Posting) -> None: ...
 
 
 class Fabric:

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Equal writes to one peer, one after the other, whose times are all known when the first is posted.
+"""Writes to one peer, one after the other, whose times are known before they happen.
 
-A chunk that goes in slices, plane by plane, or layer by layer as it is computed, is up to hundreds of writes.  While
-nothing meets them they are one `Series` and cost one event at the end of the last.  Whatever could change their
-times, or could see that they are not reported yet (another post, the end of either side, a flow on their links),
-*cuts* the series first.
+A chunk that goes in slices, plane by plane, or layer by layer as it is computed, is up to hundreds of writes.  They
+are one `Series` and cost one event at the end of the last, or of one that it shares threads or links with
+(`pdsim.sim.crossing`).  What could change their times otherwise, or could see that they are not reported yet (the
+end of either side, a flow of another kind on their links), *cuts* the series first.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from math import inf
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
@@ -18,7 +19,8 @@ import numpy.typing as npt
 from simpy.events import NORMAL
 
 from pdsim.core.clock import LAST, Alarm
-from pdsim.sim.hosts import ScheduledArrivals
+from pdsim.sim.crossing import MOVES, RESTS, WAITS, Crossing, Lane, Row, State, fold
+from pdsim.sim.hosts import PostingThread, ScheduledArrivals
 from pdsim.transfer import Notification, WriteSequence
 from pdsim.transfer.log import Kind, RecordRun
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     Network: TypeAlias = Any
     SimEndpoint: TypeAlias = Any
     SimTransfer: TypeAlias = Any
+    SendQueue: TypeAlias = Any
 
 
 Times = npt.NDArray[np.float64]
@@ -115,321 +118,308 @@ class SimWriteSequence(WriteSequence):
 class Series:
     """Writes like those *posted*, each of *kinds* a place there; each is submitted when the one before is complete.
 
-    With *times* none is submitted before its own.  Series in *group* began at the same instant, are alike and share
-    links.  At the end ``over(writes, sizes, transfer)`` is called with how many are complete, the bytes of each kind
-    and, if the series was cut, the write under way.
+    With *times* none is submitted before its own.  At the end ``over(writes, sizes, transfer)`` is called with how
+    many are complete, the bytes of each kind and, if the series was cut, the write under way.  With a *number* it is
+    the one transfer of that number, which somebody waits for.
     """
 
     def __init__(
         self,
         endpoint: SimEndpoint,
-        network: Network,
+        foreseen: Foreseen,
         posted: Sequence[SimTransfer],
         kinds: Sequence[int],
         paces: Sequence[Pace],
-        over: Callable[[int, Sequence[int], Transfer | None], None],
+        over: Callable[[int, Sequence[int], Transfer | None], None] | None,
         times: Sequence[float],
+        number: int | None = None,
     ) -> None:
         self.peer = posted[0].connection.remote.name
-        self.path, _, _, self._overlap, self._latency, self._sleep = paces[0]
-        self.count = len(kinds)
-        self.start = network.clock.now
-        # what times depend on beside the rate
-        self.alike = self.start, [pace[1:] for pace in paces], kinds, times
-        self.group: list[Series] = [self]
+        self.number = number
+        self.path, _, _, self.overlap, self.latency, self.sleep = paces[0]
+        self.kinds, self.times = kinds, times
+        self.sizes, self.postings = [pace[1] for pace in paces], [pace[2] for pace in paces]
+        self.limit = endpoint.limit / 2  # of a write: it may time out once something meets it
+        queue: SendQueue = posted[0].connection.send_queue
+        self.thread = queue.poster
+        self.alone = queue.copier is not None  # what its thread posts beside it would wait for the same copy engine
+        self.resources = (self.thread, *(link for link in self.path.live if link is not self.path.own))
         self.arrivals = ScheduledArrivals()
-        self.sizes = [paces[kind][1] for kind in kinds]  # of the flows
-        self.stages: tuple[Times, ...] = ()
-        self.begins = self.ends = np.empty(0)  # of the flows
-        self.first = self.last = self.start  # when the first flow begins and the last one ends
+        self.rows: list[Row] = []  # stages of writes that are complete
+        self.state: State = (0, WAITS, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, self.sleep[0])
+        self.alike = 0  # equal for series that differ in their state and resources alone
+        self.lane: Lane | None = None  # that knows more of it, in the crossing
+        self.crossing: Crossing | None = None
         self._endpoint = endpoint
-        self._clock: Clock = network.clock
-        self._foreseen = network.foreseen
+        self._foreseen = foreseen
+        self._clock = foreseen.clock
         self._posted = posted
-        self._kinds = kinds
-        self._paces = paces
         self._over = over
-        self._times = times
-        self._alarm: Alarm | None = None
-
-    def begin(self, limit: float) -> bool:
-        """Return whether all times are known; the series has begun then.
-
-        They are not if a write takes more than half of *limit*, so that it may time out once something meets it.
-        """
-        if not self._foreseen.add(self):
-            return False
-        self.expect()
-        submitted, complete = self.stages[0], self.stages[-1]
-        if float((complete - submitted).max()) > limit / 2:
-            self._foreseen.drop(self, 0)
-            self._forget()
-            return False
-        return True
 
     def cut(self) -> None:
         """Report what is complete, and make the write under way a transfer of its own."""
         self._foreseen.cut([self])
 
-    def hits(self, begin: float, end: float) -> bool:
-        """Return whether a flow of it is on the wire at any time from *begin* to *end*."""
-        if begin > self.last or end < self.first:
-            return False
-        first = int(self.ends.searchsorted(begin))
-        return first < self.count and bool(self.begins[first] <= end)
+    @property
+    def is_over(self) -> bool:
+        """Whether all writes are complete."""
+        return self.state[0] == len(self.kinds)
 
-    def set(self, level: float) -> None:
-        """Let each flow have the rate *level*: the sums are those of `SendQueue`, in its order, bit for bit."""
-        if self._times or len(self._paces) > 1:
-            self._set_apart(level)
+    def hits(self, end: float) -> bool:
+        """Return whether a flow of it is, or may be, on the wire at any time from now until *end*."""
+        lane, now = self.lane, self._clock.now
+        if lane is None or self.crossing is None or end > self.crossing.until:
+            return True
+        first = bisect_left(lane.rows, now, key=itemgetter(3))
+        if first < len(lane.rows):
+            return lane.rows[first][2] <= end
+        return lane.phase != WAITS and lane.begin <= end
+
+    def keep(self, rows: Sequence[Row], state: State) -> None:
+        """Be in *state*, after the writes of *rows*, whatever was foreseen."""
+        for kind in self.kinds[len(self.rows) : len(self.rows) + len(rows)]:  # the sum depends on the order
+            self.path.ended += self.sizes[kind]
+        self.rows += rows
+        del self.arrivals.times[len(self.rows) :]
+        self.state = state
+        self.lane = self.crossing = None
+
+    def carried(self, now: float) -> float:
+        """Return the bytes of the write under way that have been carried."""
+        number, phase, _, _, _, _, _, left, rate, since, _ = self.state
+        if phase == WAITS:
+            return 0.0
+        size = self.sizes[self.kinds[number]]
+        return size if phase == RESTS else size - left + rate * (now - since) if phase == MOVES else 0.0
+
+    def end(self) -> None:
+        """Report all writes, which are complete."""
+        count, posted = len(self.rows), self._posted
+        if self._over is None:
+            self._endpoint.complete(posted[0], self.number, self.rows[0][1])
             return
-        _, size, posting, _, latency, _ = self._paces[0]
-        count, seconds = self.count, size / level
-        stages = (max(posting, seconds), latency) if self._overlap else (posting, seconds, latency)
-        each = len(stages)
-        terms = np.empty(1 + each * count)
-        terms[0] = self.start
-        for place, stage in enumerate(stages):
-            terms[1 + place :: each] = stage
-        sums = np.add.accumulate(terms)
-        submitted, complete = sums[:-1:each], sums[each::each]
-        if self._overlap:
-            self.stages = submitted, submitted + posting, submitted, submitted + seconds, complete
-        else:
-            self.stages = submitted, sums[1::each], sums[1::each], sums[2::each], complete
-        self._keep()
-
-    def _set_apart(self, level: float) -> None:
-        # As `set`, write by write, with pauses in which the copy engine may go to sleep.
-        (idle, after, wake), now, rows = self._sleep, self.start, []
-        for kind, time in zip(self._kinds, self._times or [now] * self.count, strict=True):
-            _, size, posting, overlap, latency, _ = self._paces[kind]
-            submitted = max(now, time)
-            posted = submitted + posting
-            begin = submitted if overlap else posted
-            if begin - idle > after:
-                begin += wake
-            end = begin + size / level
-            idle = max(end, posted)
-            now = idle + latency
-            rows.append((submitted, posted, begin, end, now))
-        self.stages = tuple(np.array(rows).T)
-        self._keep()
-
-    def share(self, other: Series) -> None:
-        """Take the times of *other*, which is alike and has the same rate."""
-        self.stages = other.stages
-        self._keep()
-
-    def _keep(self) -> None:
-        _, _, self.begins, self.ends, _ = self.stages
-        self.first, self.last = float(self.begins[0]), float(self.ends[-1])
-
-    def expect(self) -> None:
-        """Wait for the end of the last write."""
-        self.arrivals.times = self.stages[-1].tolist()
-        at = self.arrivals.times[-1]
-        # without latency it completes with its flow, which is after all else of the instant
-        self._alarm = Alarm(self._clock, self._on_end, LAST if at == self.last else NORMAL)
-        self._alarm.arm(at)
-
-    def _on_end(self, alarm: Alarm) -> None:
-        if alarm is self._alarm:
-            self._foreseen.drop(self, self.count)
-            self._report(self.count)
-            over, posted = self._over, self._posted
-            for one in posted:
-                one.release()
-            self._forget()
-            over(self.count, [one.transfer.batch.nbytes for one in posted], None)
-
-    def on_cut(self, flow: Flow | None) -> None:
-        """End before the last write; *flow* is that of the write under way, if it is on the wire."""
-        count, posted, over = bisect_left(self.arrivals.times, self._clock.now), self._posted, self._over
         self._report(count)
-        submitted, at, begin, end, complete = (float(column[count]) for column in self.stages)
-        self._forget()
-        begun = submitted <= self._clock.now
+        for one in posted:
+            one.release()
+        self._over(count, [one.transfer.batch.nbytes for one in posted], None)
+
+    def resume(self, flow: Flow | None) -> None:
+        """End before the last write; *flow* is that of the write under way, if it is on the wire."""
+        count, posted, begun = len(self.rows), self._posted, self.state[1] != WAITS
+        number, phase, at, submitted, ready, begin, end, *_ = self.state
+        stages = submitted, ready, begin, end if phase == RESTS else inf, at
+        if self._over is None:
+            self._endpoint.resume(posted[0], stages, flow, self.number)
+            return
+        self._report(count)
         for kind, one in enumerate(posted):
-            if not begun or kind != self._kinds[count]:
+            if not begun or kind != self.kinds[number]:
                 one.release()
-        sizes, transfer = [one.transfer.batch.nbytes for one in posted], None
+        transfer = None
         if begun:
-            stages = submitted, at, begin, end, complete
-            transfer = self._endpoint.resume(posted[self._kinds[count]], stages, flow)
-        over(count, sizes, transfer)
+            one = posted[self.kinds[number]]
+            transfer = self._endpoint.resume(one, stages, flow)
+        self._over(count, [one.transfer.batch.nbytes for one in posted], transfer)
 
     def _report(self, count: int) -> None:
         # Records of the first *count*; the peer's rank acts upon one `Notification` when it acts upon the last.
         endpoint, first, acts = self._endpoint, self._posted[0], 0.0
-        endpoint.series = None
         inbox, host = first.connection.remote.inbox, first.connection.remote.inbox.host_latency
         if count:
-            _, at, _, ended, _ = self.stages
-            first.connection.send_queue.carried(float(max(ended[count - 1], at[count - 1])))
+            _, at, _, ended, _ = self.rows[-1]
+            first.connection.send_queue.carried(max(ended, at))
         if first.notify and not host.instant:
             acts = host.conclude(self.arrivals, count, self._clock.now)
-        kinds = np.array(self._kinds[:count])
+        table = np.array(self.rows).reshape(-1, 5).T
+        kinds = np.array(self.kinds[:count])
         for kind, posted in enumerate(self._posted):
             batch, own = posted.transfer.batch, kinds == kind
-            submitted, at, _, _, complete = (column[:count][own] for column in self.stages)
+            submitted, at, _, _, complete = (column[own] for column in table)
             name = Kind(endpoint.engine, "write", batch.source.owner, batch.target.owner, "ok")
             run = RecordRun(name, posted.transfer.label, batch.nbytes, len(batch), len(at))
             endpoint.recorder.series(run, submitted, submitted, at, complete, complete)
             if len(at) and posted.notify:
                 inbox.act_at(acts, Notification(endpoint.name, posted.notify, len(at)))
 
-    def _forget(self) -> None:
-        self._alarm = None
-        self.group = []  # no garbage in a circle
-
 
 class Foreseen:
-    """All series of a network.
+    """All series of a network, which are worked out together where they share posting threads or links.
 
-    Invariant: no flow of a series is under way at the same time, on the same link, as a flow of the network or of a
-    series outside its group.  Then rates are the same from flow to flow, and so are the times, bit for bit.  What is
-    about to change that *cuts* the series first: its flow under way enters the network as of its begin.
+    Invariant: no flow of a series is under way at the same time, on the same link, as a flow of the network.  What
+    is about to change that *cuts* the series first: its flow under way enters the network.  Series that join, end or
+    are cut change what others do; those are worked out anew after all else of the instant.
     """
 
     def __init__(self, network: Network) -> None:
-        self._network = network
-        self._by_link: dict[Link, dict[Series, None]] = {}
         self.series: dict[Series, None] = {}
-        self._guests: dict[Path, list[Series]] = {}  # paths whose one flow ends before it meets these series
+        self.clock: Clock = network.clock
+        self._network = network
+        self._users: dict[Any, dict[Series, None]] = {}  # by posting thread and link
+        self._changed: dict[Series, None] = {}  # that are to be worked out, each in its `Series.state`
+        self._alike: dict[Any, int] = {}
+        self._guests: dict[Path, float] = {}  # those whose one flow ends then, before it meets a series
+        self._on_changes = Alarm(self.clock, self._on_change, LAST)
 
-    def add(self, series: Series) -> bool:
-        """Keep *series*, which starts now; return False, and cut what is in its way, if its times are unknown."""
-        path, level = series.path, _level([series])
+    def join(self, series: Series) -> bool:
+        """Keep *series*, which starts now, unless something is in its way; return whether it does."""
+        path, now = series.path, self.clock.now
+        level = min([path.cap, *(link.capacity for link in series.resources[1:])])
         if len(set(path.links)) < len(path.links) or not 0.0 < level < inf:
             return False
-        series.set(level)
-        # flows that follow one another at once go on with the counter of the path, which rounds all but whole bytes
-        at_once = bool((series.begins[1:] <= series.ends[:-1]).any())
-        if at_once and not all(size.is_integer() for size in series.sizes):
+        if not self._network.is_idle(path.live):
             return False
-        if not self._network.is_idle(path.live, series.first):
-            return False
-        affected = [other for other in self.beside(path.live) if _overlap(series, other)]
-        if affected:
-            group = list(dict.fromkeys(member for other in affected for member in other.group))
-            if not self._join(series, group):
-                self.cut(affected)
-                return False
+        for other in list(self._users.get(series.thread, ())):
+            self._rest(other)
+        costs = (path.cap, *series.postings, *series.sizes, series.overlap, series.latency, *series.sleep[1:])
+        key = costs, tuple(series.kinds), tuple(series.times)
+        series.alike = self._alike.setdefault(key, len(self._alike))
         self.series[series] = None
-        for link in path.live:
-            self._by_link.setdefault(link, {})[series] = None
+        for resource in series.resources:
+            self._users.setdefault(resource, {})[series] = None
+        lane, free = Lane([series]), [series.thread.free]
+        lane.go_on(now, free)
+        series.thread.free = free[0]
+        series.state = lane.state
+        self._change(series)
         return True
 
-    def beside(self, links: Sequence[Link]) -> dict[Series, None]:
-        """Return the series on any of *links*."""
-        crossing: dict[Series, None] = {}
-        for link in links:
-            if series := self._by_link.get(link):
-                crossing |= series
-        return crossing
+    def _change(self, series: Series) -> None:
+        self._changed[series] = None
+        if not self._on_changes.armed:
+            self._on_changes.arm(self.clock.now)
 
-    def _join(self, series: Series, group: list[Series]) -> bool:
-        members = [*group, series]
-        level = _level(members)
-        if any(other.alike != series.alike for other in group) or not 0.0 < level < inf:
-            return False
-        links = {link for member in members for link in member.path.live}
-        if any(member in guests for guests in self._guests.values() for member in group):
-            return False
-        if any(other not in group for link in links for other in self._by_link.get(link, ())):
-            return False
-        series.set(level)
-        for member in members:
-            member.group = members
-            member.share(series)
-        for member in group:
-            member.expect()
-        return True
-
-    def drop(self, series: Series, flows: int) -> None:
-        """Forget *series* after so many *flows* have ended."""
-        if series not in self.series:
+    def _rest(self, series: Series) -> None:
+        # Let what *series* and those in its crossing do be known until now, and no further.
+        crossing = series.crossing
+        if crossing is None:
             return
-        del self.series[series]
-        for link in series.path.live:
-            others = self._by_link[link]
-            others.pop(series, None)
-            if not others:
-                del self._by_link[link]
-        for size in series.sizes[:flows]:  # one by one: the sum of floats depends on the order
-            series.path.ended += size
+        crossing.stop(self.clock.now)
+        for lane in crossing.lanes:
+            state = lane.state
+            for member in lane.members:
+                if member in self.series:
+                    member.keep(lane.rows, state)
+                    self._change(member)
+
+    def _on_change(self, _: Alarm) -> None:
+        now, ahead = self.clock.now, list(self._changed)
+        while ahead:  # and those that share anything with them
+            for resource in ahead.pop().resources:
+                for other in list(self._users[resource]):
+                    if other.crossing is not None:
+                        before = len(self._changed)
+                        self._rest(other)
+                        ahead += list(self._changed)[before:]
+        self._end([series for series in self._changed if series.is_over])
+        changed = list(self._changed)
+        self._changed.clear()
+        self._guests = {path: end for path, end in self._guests.items() if path.flows}
+        for crossing in fold(changed, self._users, now) if changed else ():
+            self._foresee(crossing)
+
+    def _foresee(self, crossing: Crossing) -> None:
+        for lane in crossing.lanes:
+            for member in lane.members:
+                member.crossing, member.lane = crossing, lane
+        known = crossing.foresee()
+        met = []
+        for lane in crossing.lanes:
+            arrivals = [row[4] for row in lane.rows]
+            for member in lane.members:
+                member.arrivals.times += arrivals
+                if any(not set(guest.live).isdisjoint(member.path.live) for guest in self._guests):
+                    met += [member] * member.hits(max(self._guests.values()))
+        if met:
+            self.cut(met)
+            return
+        late = any(lane.latency == 0.0 for lane in crossing.lanes)  # it completes with its flow, after all else
+        then = self._on_end if known else self._on_late
+        self.clock.call_at(crossing.until, then, crossing, LAST if late else NORMAL)
+
+    def _on_end(self, crossing: Crossing) -> None:
+        members = [member for lane in crossing.lanes for member in lane.members if member.crossing is crossing]
+        if not members:
+            return
+        self._rest(members[0])
+        self._end([member for member in members if member.is_over])
+
+    def _end(self, over: Sequence[Series]) -> None:
+        for series in over:
+            self._drop(series)
+        for series in over:
+            series.end()
+
+    def _on_late(self, crossing: Crossing) -> None:
+        self.cut([member for lane in crossing.lanes for member in lane.members if member.crossing is crossing])
+
+    def _drop(self, series: Series) -> None:
+        self.series.pop(series, None)
+        self._changed.pop(series, None)
+        for resource in series.resources:
+            users = self._users[resource]
+            users.pop(series, None)
+            if not users:
+                del self._users[resource]
+        if not self.series:
+            self._alike.clear()
 
     def carried(self) -> dict[Link, float]:
         """Return the bytes that series have carried over each link until now, which the paths do not count yet."""
-        now = self._network.clock.now
         demand: dict[Link, float] = {}
         for series in self.series:
-            done = int(series.ends.searchsorted(now, side="right"))
-            nbytes = sum(series.sizes[:done])
-            if done < series.count and series.begins[done] < now:
-                begin, end = series.begins[done], series.ends[done]
-                nbytes += series.sizes[done] * float((now - begin) / (end - begin))
+            self._rest(series)
+            nbytes = series.carried(self.clock.now)
             for link in series.path.links:
                 demand[link] = demand.get(link, 0.0) + nbytes
         return demand
 
     def interrupt(self, path: Path, size: float) -> None:
         """Cut the series that will share a link with a flow of *size* bytes that starts now over *path*."""
-        links, now = path.live, self._network.clock.now
-        affected: dict[Series, None] = {}
-        for guest in [other for other in self._guests if not other.flows or not set(links).isdisjoint(other.live)]:
-            affected |= dict.fromkeys(self._guests.pop(guest) if guest.flows else ())  # its rate changes
-            self._guests.pop(guest, None)
-        crossing = self.beside(links)
-        if crossing:
-            level = min((_free(path, link) for link in links), default=inf)
-            alone = len(set(path.links)) == len(path.links) and self._network.is_idle(links, now)
-            if not alone or not 0.0 < level < inf:
-                affected |= crossing
-            else:
-                end = now + size / level
-                affected |= {series: None for series in crossing if series.hits(now, end)}
-                self._guests[path] = list(crossing)
+        affected = self._beside(path)
+        for guest in [other for other in self._guests if not set(path.live).isdisjoint(other.live)]:
+            affected |= self._beside(guest)  # its rate changes
+            del self._guests[guest]
+        if affected and len(set(path.links)) == len(path.links) and self._network.is_idle(path.live):
+            level = min([_free(path, link) for link in path.live])
+            end = self.clock.now + size / level if level > 0.0 else inf
+            if not any(series.hits(end) for series in affected):
+                self._guests[path] = end
+                return
         self.cut(affected)
 
+    def _beside(self, path: Path) -> dict[Series, None]:
+        beside: dict[Series, None] = {}
+        for link in path.live:
+            beside |= self._users.get(link, {})
+        return beside
+
     def cut(self, several: Iterable[Series] | None = None) -> None:
-        """Cut *several* series, by default all, and those in a group with them."""
-        now = self._network.clock.now
-        for series in list(self.series if several is None else several):
-            group = [member for member in series.group if member in self.series] if series in self.series else []
-            for member in group:
-                self.drop(member, int(member.ends.searchsorted(now, side="right")))
-            first = int(series.ends.searchsorted(now, side="right"))
-            flows: list[Flow | None] = [None] * len(group)
-            if group and first < int(series.begins.searchsorted(now, side="left")):  # in a group: of all or none
-                sizes = [(member.path, member.sizes[first]) for member in group]
-                flows = [*self._network.resume(sizes, float(series.begins[first]))]
-            for member, flow in zip(group, flows, strict=True):
-                member.on_cut(flow)
+        """Cut *several* series, by default all."""
+        now = self.clock.now
+        chosen = [series for series in (self.series if several is None else several) if series in self.series]
+        for series in chosen:
+            self._rest(series)
+        for series in chosen:
+            self._drop(series)
+        self._end([series for series in chosen if series.is_over])
+        cut = [series for series in chosen if not series.is_over]
+        flows: list[Flow | None] = [None] * len(cut)
+        for place, series in enumerate(cut):
+            nbytes, path = series.carried(now), series.path
+            path.ended += nbytes
+            if series.state[1] == MOVES:
+                left = max(series.sizes[series.kinds[series.state[0]]] - nbytes, 0.0)
+                flows[place] = self._network.start(path, left, _nobody)
+        for series, flow in zip(cut, flows, strict=True):
+            series.resume(flow)
 
-
-def _level(several: list[Series]) -> float:
-    # The rate of each flow if all begin together; 0 if rates differ.
-    counts: dict[Link, float] = {}
-    for series in several:
-        for link in series.path.live:
-            counts[link] = counts.get(link, 0.0) + 1.0
-    levels = {
-        min((_free(series.path, link) / counts[link] for link in series.path.live), default=inf)
-        for series in several
-    }
-    return levels.pop() if len(levels) == 1 else 0.0
+    def of(self, thread: PostingThread) -> dict[Series, None]:
+        """Return the series that *thread* posts."""
+        return self._users.get(thread, {})
 
 
 def _free(path: Path, link: Link) -> float:
     return path.cap if link is path.own else link.capacity
 
 
-def _overlap(series: Series, other: Series) -> bool:
-    if series.first > other.last or series.last < other.first:
-        return False
-    # the first of the other's that does not end before; there is none for those that begin last
-    after = other.ends.searchsorted(series.begins)
-    inside = int(after.searchsorted(other.count))
-    return bool((other.begins[after[:inside]] <= series.ends[:inside]).any())
+def _nobody(_: Any) -> None: ...

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Series of writes that share posting threads or links, worked out together from one change to the next.
+
+Ranks of an instance do the same at the same time, so series that are alike in all that their times depend on are one
+`Lane`: `fold` refines colours of series, threads and links until equal colours mean equal times (the coarsest
+equitable partition, on which max-min rates and queues of threads are those of the whole).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import inf
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from pdsim.sim.sequence import Series
+
+RESTS, WAITS, POSTS, MOVES = range(4)
+"""What a write does until the time `Lane.at`: it completes, is to be submitted, is posted, or is on the wire.
+
+Of what is due at one instant flows end last.
+"""
+
+SAME: Final = 1.0 + 1e-15
+"""Flows that end within a few roundings of one another end together."""
+
+Row = tuple[float, float, float, float, float]
+"""When a write was submitted, posted, on the wire, off the wire and complete."""
+
+State = tuple[int, int, float, float, float, float, float, float, float, float, float]
+"""The fields of `Lane.state`."""
+
+
+class Lane:
+    """Series that are alike: one of them is worked out for all.
+
+    They go through the *thread* and the *links* with these numbers in their `Crossing`.
+    """
+
+    def __init__(self, members: Sequence[Series], thread: int = 0, links: Sequence[int] = ()) -> None:
+        one = members[0]
+        self.members = members
+        self.thread = thread
+        self.links = links
+        self.rows: list[Row] = []  # writes that are complete
+        self.kinds = one.kinds
+        self.times = one.times
+        self.sizes = one.sizes
+        self.postings = one.postings
+        self.cap = one.path.cap
+        self.overlap, self.latency, self.limit = one.overlap, one.latency, one.limit
+        _, self.after, self.wake = one.sleep
+        self.state = one.state
+
+    @property
+    def state(self) -> State:
+        """Which write it is at, what that does until when, its stages, its flow, since when its engine rests."""
+        stages = self.submitted, self.posted, self.begin, self.end
+        return self.number, self.phase, self.at, *stages, self.left, self.rate, self.since, self.idle
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self.number, self.phase, self.at, self.submitted, self.posted, self.begin, self.end = state[:7]
+        self.left, self.rate, self.since, self.idle = state[7:]
+
+    def go_on(self, at: float, free: list[float]) -> None:
+        """Submit the next write at the time *at*, or wait until it may be; *free* is when each thread is."""
+        if self.times and self.times[self.number] > at:
+            self.phase, self.at = WAITS, self.times[self.number]
+            return
+        start = max(at, free[self.thread])
+        self.submitted = at
+        self.posted = free[self.thread] = start + self.postings[self.kinds[self.number]]
+        begin = start if self.overlap else self.posted
+        if begin - self.idle > self.after:
+            begin += self.wake
+        self.phase, self.at, self.begin = POSTS, begin, begin
+
+
+class Crossing:
+    """Lanes that share threads or links, from the time *now* until one of them is over.
+
+    *free* is when each thread is free, *links* the capacity of each link and how many series of each lane pass it.
+    """
+
+    def __init__(
+        self, lanes: list[Lane], free: list[float], links: list[tuple[float, dict[int, int]]], now: float
+    ) -> None:
+        self.lanes = lanes
+        self.until = now
+        self._since = now
+        self._links = links
+        self._free = free
+        self._moving: dict[int, None] = {}
+        self._rates: dict[tuple[int, ...], list[tuple[Lane, float]]] = {}
+        self._before: tuple[list[float], list[State]] = [], []
+        self._late = inf  # when a write has taken so long that it may time out once something meets it
+
+    def foresee(self) -> bool:
+        """Work out all until the first lane is over; return False if a write takes too long before, at `until`."""
+        self._before = list(self._free), [lane.state for lane in self.lanes]
+        self._load()
+        self._late = inf
+        self.until = self._run(inf)
+        for lane in self.lanes:
+            if lane.phase != WAITS and self.until - lane.submitted > lane.limit:
+                self._late = min(self._late, lane.submitted + lane.limit)
+        if self._late == inf:
+            return True
+        late = max(self._since, self._late)
+        self.stop(late)
+        self.until = late
+        return False
+
+    def stop(self, now: float) -> None:
+        """Undo what happens at *now* or later."""
+        if now < self.until:
+            free, states = self._before
+            self._free[:] = free
+            for lane, state in zip(self.lanes, states, strict=True):
+                lane.state = state
+                lane.rows.clear()
+            self._load()
+            self._run(now)
+        for lane in self.lanes:
+            for member in lane.members:
+                member.thread.free = self._free[lane.thread]
+
+    def _load(self) -> None:
+        self._moving = {number: None for number, lane in enumerate(self.lanes) if lane.phase == MOVES}
+        self._share(self._since)
+
+    def _run(self, until: float) -> float:
+        # Go on to *until*, or until the first lane is over, and return when that is.
+        lanes, free = self.lanes, self._free
+        while True:
+            at, lane, number = until, None, 0
+            for place, one in enumerate(lanes):
+                if one.at < at or (one.at == at and lane and (one.phase, one.begin) < (lane.phase, lane.begin)):
+                    at, lane, number = one.at, one, place
+            if lane is None:
+                return until
+            if lane.phase == MOVES:
+                del self._moving[number]
+                lane.end, lane.rate = at, 0.0
+                for place in self._moving:
+                    if lanes[place].at <= at * SAME:
+                        lanes[place].at = at
+                self._share(at)
+                lane.idle = max(at, lane.posted)
+                lane.phase, lane.at = RESTS, lane.idle + lane.latency
+            elif lane.phase == POSTS:
+                lane.left, lane.rate, lane.since = lane.sizes[lane.kinds[lane.number]], 0.0, at
+                lane.phase = MOVES
+                self._moving[number] = None
+                self._share(at)
+            elif lane.phase == WAITS:
+                lane.go_on(at, free)
+            else:
+                lane.rows.append((lane.submitted, lane.posted, lane.begin, lane.end, at))
+                if at - lane.submitted > lane.limit:
+                    self._late = min(self._late, lane.submitted + lane.limit)
+                lane.number += 1
+                if lane.number == len(lane.kinds):
+                    lane.phase, lane.at = WAITS, inf
+                    return at
+                lane.go_on(at, free)
+
+    def _share(self, now: float) -> None:
+        moving = tuple(sorted(self._moving))
+        rates = self._rates.get(moving)
+        if rates is None:
+            rates = self._rates[moving] = self._solve(moving)
+        for lane, rate in rates:
+            if rate != lane.rate:
+                lane.left -= lane.rate * (now - lane.since)
+                lane.rate, lane.since = rate, now
+                lane.at = now + max(lane.left, 0.0) / rate
+
+    def _solve(self, moving: tuple[int, ...]) -> list[tuple[Lane, float]]:
+        # Max-min rates: all that are left get as much as the fullest link, or the lowest cap, lets them.
+        rates: dict[int, float] = {}
+        free = [capacity for capacity, _ in self._links]
+        while len(rates) < len(moving):
+            left = [number for number in moving if number not in rates]
+            level, tight = min([(self.lanes[number].cap, -1) for number in left])
+            for link, (_, passing) in enumerate(self._links):
+                flows = sum([passing.get(number, 0) for number in left])
+                if flows and free[link] / flows < level:
+                    level, tight = free[link] / flows, link
+            for number in left:
+                if number in self._links[tight][1] if tight >= 0 else self.lanes[number].cap == level:
+                    rates[number] = level
+                    for link in self.lanes[number].links:
+                        free[link] -= level * self._links[link][1][number]
+        return [(self.lanes[number], rates[number]) for number in moving]
+
+
+def fold(several: Sequence[Series], users: Mapping[Any, Iterable[Series]], now: float) -> list[Crossing]:
+    """Return the crossings of *several* series, which share nothing with others; *users* has those of each thread.
+
+    A crossing holds all that are alike, also those that share nothing with one another.
+    """
+    place = {series: number for one in several for number, series in enumerate(users[one.thread])}
+    numbers: dict[Any, int] = {}
+    colours = [numbers.setdefault((place[one], one.alike, one.state), len(numbers)) for one in several]
+    while True:
+        found = len(numbers)
+        passing: dict[Any, list[int]] = {}
+        for one, colour in zip(several, colours, strict=True):
+            for resource in one.resources:
+                passing.setdefault(resource, []).append(colour)
+        marks: dict[Any, int] = {}
+        marked: dict[Any, int] = {}
+        for one in several:
+            for resource in one.resources:
+                if resource not in marked:
+                    limit = (resource.free,) if resource is one.thread else resource.capacity
+                    key = limit, tuple(sorted(passing[resource]))
+                    marked[resource] = marks.setdefault(key, len(marks))
+        numbers = {}
+        colours = [
+            numbers.setdefault((colour, *[marked[resource] for resource in one.resources]), len(numbers))
+            for one, colour in zip(several, colours, strict=True)
+        ]
+        if len(numbers) == found:
+            break
+    members: dict[int, list[Series]] = {}
+    for one, colour in zip(several, colours, strict=True):
+        members.setdefault(colour, []).append(one)
+    # of each mark: one such thread or link, and the colours there
+    kept: dict[int, tuple[Any, Counter[int]]] = {}
+    for one, colour in zip(several, colours, strict=True):
+        for resource in one.resources:
+            if (kept.setdefault(marked[resource], (resource, Counter())))[0] is resource:
+                kept[marked[resource]][1][colour] += 1
+    crossings, left = [], set(members)
+    while left:
+        reached, ahead = dict[int, None](), [min(left)]
+        while ahead:
+            colour = ahead.pop()
+            if colour not in reached:
+                reached[colour] = None
+                for resource in members[colour][0].resources:
+                    ahead += kept[marked[resource]][1]
+        left -= set(reached)
+        crossings.append(_crossing(sorted(reached), members, marked, kept, now))
+    return crossings
+
+
+def _crossing(
+    colours: list[int],
+    members: Mapping[int, list[Series]],
+    marked: Mapping[Any, int],
+    kept: Mapping[int, tuple[Any, Counter[int]]],
+    now: float,
+) -> Crossing:
+    free: list[float] = []
+    links: list[tuple[float, dict[int, int]]] = []
+    threads: dict[int, int] = {}
+    wires: dict[int, int] = {}
+    lanes = []
+    lane_of = {colour: number for number, colour in enumerate(colours)}
+    for colour in colours:
+        one = members[colour][0]
+        mark = marked[one.thread]
+        if mark not in threads:
+            threads[mark] = len(free)
+            free.append(one.thread.free)
+        through = []
+        for resource in one.resources[1:]:
+            mark = marked[resource]
+            if mark not in wires:
+                wires[mark] = len(links)
+                link, passing = kept[mark]
+                links.append((link.capacity, {lane_of[other]: count for other, count in passing.items()}))
+            if wires[mark] not in through:
+                through.append(wires[mark])
+        lanes.append(Lane(members[colour], threads[marked[one.thread]], through))
+    return Crossing(lanes, free, links, now)
