@@ -36,6 +36,7 @@ MODULES = (
     "pdsim/sim/posting.py",
     "pdsim/sim/network.py",
     "pdsim/sim/links.py",
+    "pdsim/sim/crossing.py",
     "pdsim/sim/sequence.py",
     "pdsim/kv/contents.py",
     "pdsim/kv/pages.py",

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections import Counter
 from math import inf
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from pdsim.sim.sequence import Series
+    Series: TypeAlias = Any  # `pdsim.sim.sequence`, which imports this module
 
 RESTS, WAITS, POSTS, MOVES = range(4)
 """What a write does until the time `Lane.at`: it completes, is to be submitted, is posted, or is on the wire.

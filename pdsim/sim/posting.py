@@ -388,16 +388,14 @@ class SendQueue:
         if flow is not None:
             posting.flow = flow
             flow.done, flow.tag = self._on_carried, posting
-        elif begin > now:
-            asked = submitted if self._overlap else posted  # the copy engine, which may have to wake up first
-            if self.copier is not None and asked < now:
+        elif begin >= now:
+            # the copy engine, which may have to wake up first
+            asked = begin if self.copier is None else submitted if self._overlap else posted
+            if self.copier is None or asked > now:
+                self._clock.call_at(asked, self._begin, posting)
+            else:
                 self.copier.busy[self.poster], self.copier.idle = posting, begin
                 self._clock.call_at(begin, self.carry, posting)
-            else:
-                self._clock.call_at(asked, self._begin, posting)
-            return posting
-        elif begin == now:
-            self._begin(posting)
             return posting
         else:
             self._clock.call_at(over, self._complete, posting)

@@ -2,7 +2,7 @@
 """Writes to one peer, one after the other, whose times are known before they happen.
 
 A chunk that goes in slices, plane by plane, or layer by layer as it is computed, is up to hundreds of writes.  They
-are one `Series` and cost one event at the end of the last, or of one that it shares threads or links with
+are one `Series` and cost an event where it begins and ends, and where one ends that it shares threads or links with
 (`pdsim.sim.crossing`).  What could change their times otherwise, or could see that they are not reported yet (the
 end of either side, a flow of another kind on their links), *cuts* the series first.
 """
@@ -280,12 +280,12 @@ class Foreseen:
         lane.go_on(now, free)
         series.thread.free = free[0]
         series.state = lane.state
-        self._change(series)
+        self._changed[series] = None
+        self._wait()
         return True
 
-    def _change(self, series: Series) -> None:
-        self._changed[series] = None
-        if not self._on_changes.armed:
+    def _wait(self) -> None:
+        if self._changed and not self._on_changes.armed:
             self._on_changes.arm(self.clock.now)
 
     def _rest(self, series: Series) -> None:
@@ -299,7 +299,7 @@ class Foreseen:
             for member in lane.members:
                 if member in self.series:
                     member.keep(lane.rows, state)
-                    self._change(member)
+                    self._changed[member] = None
 
     def _on_change(self, _: Alarm) -> None:
         now, ahead = self.clock.now, list(self._changed)
@@ -337,11 +337,12 @@ class Foreseen:
         self.clock.call_at(crossing.until, then, crossing, LAST if late else NORMAL)
 
     def _on_end(self, crossing: Crossing) -> None:
-        members = [member for lane in crossing.lanes for member in lane.members if member.crossing is crossing]
-        if not members:
-            return
-        self._rest(members[0])
-        self._end([member for member in members if member.is_over])
+        for lane in crossing.lanes:
+            for member in lane.members:
+                if member.crossing is crossing:
+                    self._rest(member)
+        self._end([series for series in self._changed if series.is_over])
+        self._wait()
 
     def _end(self, over: Sequence[Series]) -> None:
         for series in over:
@@ -353,7 +354,9 @@ class Foreseen:
         self.cut([member for lane in crossing.lanes for member in lane.members if member.crossing is crossing])
 
     def _drop(self, series: Series) -> None:
-        self.series.pop(series, None)
+        if series not in self.series:
+            return
+        del self.series[series]
         self._changed.pop(series, None)
         for resource in series.resources:
             users = self._users[resource]
@@ -371,6 +374,7 @@ class Foreseen:
             nbytes = series.carried(self.clock.now)
             for link in series.path.links:
                 demand[link] = demand.get(link, 0.0) + nbytes
+        self._wait()
         return demand
 
     def interrupt(self, path: Path, size: float) -> None:
@@ -401,6 +405,7 @@ class Foreseen:
             self._rest(series)
         for series in chosen:
             self._drop(series)
+        self._wait()
         self._end([series for series in chosen if series.is_over])
         cut = [series for series in chosen if not series.is_over]
         flows: list[Flow | None] = [None] * len(cut)

@@ -50,8 +50,8 @@ def test_a_request_costs_so_many_events_and_no_more(tp: int, chunks: int, expect
     assert (events(30, tp, chunks) - events(10, tp, chunks)) / 20 == expected
 
 
-# the planes of a chunk, one after the other, are one object at each writer: no more events than one write takes
-@pytest.mark.parametrize(("tp", "decode_tp", "expected"), [(4, 2, 43), (2, 4, 37)])
+# the planes of a chunk, one after the other, are one object at each writer: two events, where it begins and ends
+@pytest.mark.parametrize(("tp", "decode_tp", "expected"), [(4, 2, 47), (2, 4, 47)])
 def test_slices_plane_by_plane_cost_so_many_events_and_no_more(tp: int, decode_tp: int, expected: int):
     assert (
         events(30, tp, 2, decode_tp, slices="plane") - events(10, tp, 2, decode_tp, slices="plane")
