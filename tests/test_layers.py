@@ -28,7 +28,7 @@ execution: pdsim.run > registry live sim verify composition results records conf
 sweep: pdsim.sweep > execution face results records config waist
 cli: pdsim.cli > recipes face registry live profiling composition ALL
 face: pdsim$ pdsim.__main__ > cli composition ALL
-registry: backends.(registry|capabilities|diagnosis|jobs|emulation) > backends waist
+registry: backends.(registry|capabilities|diagnosis|host_speed|jobs|emulation) > backends waist
 backends: backends > registry waist
 profiling: backends.profiling > compute models waist
 testing: pdsim.testing > registry kv sim waist

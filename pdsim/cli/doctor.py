@@ -6,11 +6,13 @@ Every line is a `backends.diagnosis.Diagnosis`.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from backends import registry
@@ -21,7 +23,7 @@ from backends.live.live_deployment import installed
 from pdsim.calibration.definition import measure
 from pdsim.core import clock
 from pdsim.core.plugins import conf, describe, groups, options
-from pdsim.core.units import format_size, parse_time
+from pdsim.core.units import format_rate, format_size, format_time, parse_time
 from pdsim.version import __version__
 
 _PACKAGES = {
@@ -68,12 +70,27 @@ def report(own: Sequence[Path] = ()) -> str:
     return "\n".join([*lines, f"to try a real engine: {real or 'none: install one of the engines above'}"])
 
 
-def host() -> str:
-    """Return the text of ``doctor --host``: a second of plain Python, beside the hosts of the calibrations."""
+TURN = 33e-9
+"""Seconds of a turn on hosts with 2 x H200 such as those of `data/live`: least of each set in benchmarks/probe-*."""
+
+_FACTOR = "engine.host_factor"
+
+
+def host(as_json: bool = False) -> str:
+    """Return the text of ``doctor --host``: seconds of plain work, beside the hosts that pdsim's numbers are of."""
     from omegaconf import OmegaConf
 
+    from backends.host_speed import measured
+
     least, middle, most = measure()
-    lines = [f"a turn of a Python loop takes {middle * 1e9:.1f} ns here ({least * 1e9:.1f} to {most * 1e9:.1f})"]
+    rows = {"turn of a Python loop": {"unit": "s", "here": middle, "least": least, "most": most, "there": TURN}}
+    for each in measured():
+        if each.values:
+            ends = {"least": min(each.values), "most": max(each.values)}
+            rows[each.name] = {"unit": each.unit, "here": median(each.values), **ends, "there": None}
+        else:
+            rows[each.name] = {"unit": each.unit, "problem": each.problem, "there": None}
+    factor, lines = min(10.0, max(0.1, least / TURN)), list[str]()
     for path in sorted((conf() / "calibration").glob("*.yaml")):
         file: Any = OmegaConf.load(path)
         turn = parse_time(str(file.get("turn", "0s")))
@@ -84,7 +101,24 @@ def host() -> str:
                 f"its part of a transfer took {min(hosts):g} to {max(hosts):g} times as long on {len(hosts)} hosts"
             )
             lines.append(f"calibration={path.stem}: nobody timed the loop on its host; {known}")
-    return "\n".join(lines)
+    if as_json:
+        return json.dumps({"measured": rows, "set": {_FACTOR: round(factor, 2)}, "calibrations": lines}, indent=2)
+    table = [
+        ["median of", "here", "least to most", "hosts of data/live"],
+        *(_row(name, rows[name]) for name in rows),
+    ]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    text = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+    why = "least turn here by theirs: so many times as long take host costs of engines, and launches"
+    return "\n".join([*text, f"{_FACTOR}={factor:.2f}  # {why}", *lines])
+
+
+def _row(name: str, row: Mapping[str, Any]) -> list[str]:
+    shown = format_rate if row["unit"] == "B/s" else format_time
+    there = shown(row["there"]) if row["there"] else "not measured there"
+    if "problem" in row:
+        return [name, "no", row["problem"], there]
+    return [name, shown(row["here"]), f"{shown(row['least'])} to {shown(row['most'])}", there]
 
 
 def _package(name: str) -> Diagnosis:

@@ -338,11 +338,13 @@ List the choices with a line about each: of all groups, or of some of
   --json            print one JSON object: by group, each choice with its line"""
 
 PAGES["doctor"] = """\
-usage: pdsim doctor [--host] [--config-dir DIR]
+usage: pdsim doctor [--host [--json]] [--config-dir DIR]
 
 Try every engine and device on this machine; print why one does not work, and the remedy.
 
-  --host            measure in a second how slow this host is: the host_factor= of a run"""
+  --host            measure in seconds how fast this host schedules, posts, wakes, reads clocks and copies, beside
+                    the hosts of pdsim's numbers, and print the engine.host_factor= and host_factor= of a run
+  --json            print that as one JSON object"""
 
 
 def overview() -> str:

@@ -334,9 +334,11 @@ def _doctor(words: Sequence[str]) -> int:
     rest, asked = usage.parse("doctor", words)
     if rest:
         raise ConfigError(f"doctor takes no arguments but --host and --config-dir, got {rest[0]!r}")
+    if "--json" in asked and "--host" not in asked:
+        raise ConfigError("doctor --json prints what --host measures; write doctor --host --json")
     from pdsim.cli.doctor import host, report
 
-    return _say(host() if "--host" in asked else report(_own_folders(asked)))
+    return _say(host("--json" in asked) if "--host" in asked else report(_own_folders(asked)))
 
 
 def _completion(words: Sequence[str]) -> int:

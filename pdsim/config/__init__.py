@@ -376,10 +376,10 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = (), folders: Seq
         calibration = replace(calibration, parameters={}, intervals=spans)
     config, preset = presets.filled(build(Config, values, known=_known), open_keys)
     if config.compute.name == presets.AUTO:
-        own_compute = partial(build, Compute, at="compute")
-        chosen = presets.computing(config, values["compute"], keys, folders, own_compute)
+        chosen = presets.computing(config, values["compute"], keys, folders, partial(build, Compute, at="compute"))
         graphs = config.compute.graph_tokens if "compute.graph_tokens" in open_keys else chosen.graph_tokens
         config = replace(config, compute=replace(chosen, graph_tokens=graphs))
+    config, slowed = presets.on_host(config)
     backend, changed, of_options, errors = _with_options(config.backend, keys, config.target)
     backend = _on_hardware(backend, config.hw)
     factor, why = _host(config, calibration)
@@ -398,7 +398,7 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = (), folders: Seq
                 how = f"{held.how}; with these options, errors of those who measured them"
                 own_errors = replace(held, how=how, floor=None, floor_p95=None, **errors)
                 calibration = replace(calibration, **{part: own_errors})
-    new |= changed | dict.fromkeys(keys, ON_THE_COMMAND_LINE)
+    new |= changed | slowed | dict.fromkeys(keys, ON_THE_COMMAND_LINE)
     parts = {name: getattr(config, name) for name in ("hw", "model", "engine", "collective")} | {"backend": backend}
     return replace(
         config,

@@ -332,6 +332,19 @@ def filled(config: _Config, keys: tuple[str, ...]) -> tuple[_Config, dict[str, A
     return whole, policy
 
 
+def on_host(config: _Config) -> tuple[_Config, dict[str, str]]:
+    """Return *config* with all host time of its engine and of launches times ``engine.host_factor``, and sources."""
+    whole: Any = config
+    engine, compute = whole.engine, whole.compute
+    if (factor := engine.host_factor) == 1.0:
+        return config, {}
+    own = {side: asdict(getattr(engine, side)) for side in ("prefill", "decode")}
+    costs = ["proxy", *(f"{side}.{name}" for side in own for name, value in own[side].items() if value)]
+    sources = {f"engine.{name}": f"assumed: times engine.host_factor={factor:g}" for name in costs}
+    launched = replace(compute, launch_factor=compute.launch_factor * factor)
+    return replace(whole, engine=engine.on_host(), compute=launched), sources
+
+
 def notes(config: Any) -> Iterator[str]:
     """Yield what ``compute=auto`` took, and warnings: of a ``compute`` of another GPU or model, and of a page size.
 

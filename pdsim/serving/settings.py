@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any
 
 from pdsim.compute.forward import ForwardModel
@@ -203,6 +203,8 @@ class ServingEngine:
     proxy: Seconds = 0.0  # that the router takes for each message which sends a request on
     lease: Seconds = 0.0  # that prefill keeps pulled pages without a heartbeat; 0 is for ever
     heartbeat: Annotated[Seconds, "> 0"] = 5.0  # between two of the reader's renewals of the lease
+    # times as long as the host of its costs this one takes for each of them, and to launch kernels
+    host_factor: Annotated[float, ">= 0.1 and <= 10"] = 1.0
     variation: NotNegative = 0.0  # coefficient of variation of each host cost, gamma-distributed
     busy: Positive = 1.0  # times as long prefill's host costs are when another request came less than 0.25 s before
     # at first contact of two ranks, for each page and plane of the other's pool: NIXL's list of descriptors; 0 of
@@ -227,6 +229,14 @@ class ServingEngine:
         (1, 1.875)
         """
         return sum(self.acceptance**number for number in range(self.draft + 1)) if self.draft else 1
+
+    def on_host(self) -> ServingEngine:
+        """Return the engine with the costs of its host, `host_factor` times as long, and a factor of 1."""
+        slow = {
+            side: replace(costs, **{name: value * self.host_factor for name, value in asdict(costs).items()})
+            for side, costs in (("prefill", self.prefill), ("decode", self.decode))
+        }
+        return replace(self, **slow, proxy=self.proxy * self.host_factor, host_factor=1.0)  # type: ignore[arg-type]
 
     def decode_step(self, time: ForwardModel, batch: int) -> float:
         """Return the seconds of a decode step of *batch* requests without their context, drafts included."""

@@ -1,12 +1,13 @@
 """The host's part of a transfer on another host: what is scaled, what is not, and what results say of it."""
 
+import json
 import re
 
 import pytest
 
+from backends import host_speed
 from experiments import transfer
 from pdsim.calibration.definition import drawn
-from pdsim.cli.doctor import host
 from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError
 from pdsim.results.evidence import extrapolations, host_note, host_spread
@@ -71,8 +72,41 @@ def test_a_host_beyond_the_known_ones_is_a_warning():
     assert "by a factor of 2; take its error there, 5.1 % at 95 of 100 held-out points, 2 times" in warning
 
 
-def test_doctor_times_a_loop_beside_the_hosts_of_the_calibrations():
-    text = host()
-    assert re.search(r"a turn of a Python loop takes \d", text)
+def test_doctor_measures_a_host_beside_those_of_the_numbers(pdsim_says, monkeypatch):
+    monkeypatch.setattr(host_speed, "SECONDS", 0.0)  # three of each
+    status, text, _ = pdsim_says("doctor", "--host")
+    assert status == 0
+    assert re.search(r"^turn of a Python loop +\d.* 33 ns$", text, re.MULTILINE)
+    assert re.search(r"^wake of a process, zmq +\d.* not measured there$", text, re.MULTILINE)
+    assert re.search(r"^engine.host_factor=\d", text, re.MULTILINE)
     assert re.search(r"calibration=nixl-2xh200: host_factor=\d", text)
     assert "calibration=nvlink-2xh200: nobody timed the loop on its host" in text
+
+
+def test_doctor_measures_as_json(pdsim_says, monkeypatch):
+    monkeypatch.setattr(host_speed, "SECONDS", 0.0)
+    said = json.loads(pdsim_says("doctor", "--host", "--json")[1])
+    turn = said["measured"]["turn of a Python loop"]
+    assert said["set"] == {"engine.host_factor": round(min(10.0, turn["least"] / turn["there"]), 2)}
+    assert all(row["least"] <= row["here"] <= row["most"] for row in said["measured"].values() if "here" in row)
+    assert said["measured"]["memory, one thread copies"]["unit"] == "B/s"
+    assert pdsim_says("doctor", "--json")[0] == 2
+
+
+def test_a_measurement_that_fails_says_why():
+    row = host_speed._elsewhere("a copy", "nothing such")
+    assert (row.values, row.problem) == ((), "'nothing such' is measured by no process")
+
+
+def test_a_slow_host_lengthens_costs_of_engines_and_launches():
+    words = ("hw=2xh200", "engine=vllm", "model=qwen3-8b", "parallel=tp1")
+    usual, slow = compose([*words]), compose([*words, "engine.host_factor=2", "engine.decode.admit=3ms"])
+    assert (slow.engine.prefill.arrive, slow.engine.proxy) == (
+        2 * usual.engine.prefill.arrive,
+        2 * usual.engine.proxy,
+    )
+    assert (slow.engine.decode.admit, slow.engine.host_factor) == (6e-3, 1.0)
+    assert slow.compute.launch_factor == 2 * usual.compute.launch_factor
+    assert slow.engine.lease == usual.engine.lease
+    assert slow.engine.sources["prefill.arrive"] == "assumed: times engine.host_factor=2"
+    assert slow.engine.sources["decode.admit"] == "assumed: set on the command line"
