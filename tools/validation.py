@@ -3,6 +3,7 @@
 
     python -m tools.validation                 # data/live/campaigns.csv, docs/accuracy.svg and docs/live.svg
     python -m tools.validation predictions     # prints what is predicted for machines not yet measured
+    python -m tools.validation hosts           # prints by which factor of host time each live host differs
 
 `tools.reference` writes the parts.  A validation is a folder of `data/validation` with the ``expectations.json`` and
 ``measurements.json`` of a run of ``pdsim validate``; loads of real servers are in `data/live`.  Nothing is measured
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from experiments.validate import ValidateOptions, bounds
 from pdsim.results import drawing
@@ -52,6 +54,14 @@ HANDOFFS = ("vllm", "vllm-1to2", "sglang", "sglang-1to2")
 LENGTHS = ("128", "512", "2048", "8192", "32768")
 ENGINES = ("nvlink", "mooncake_nvlink", "nixl")
 KINDS = {"transfers": ("pair", "bidirectional"), "handoffs": ("handoff", "metadata"), "serving": ("serve",)}
+
+SLOWER = 1.25
+"""The factor of host time with which `hosts` asks the model how much that moves."""
+
+Floats = npt.NDArray[np.float64]
+
+RANDOM = 200
+"""Draws of loads into groups without regard to their hosts."""
 
 NAMES = [name[:-2].replace("_", " ").replace("ttft", "TTFT").replace("tpot", "TPOT") for name in METRICS]
 COUNTED = (*NAMES, "within bound", "within repeats", "missed")
@@ -225,28 +235,56 @@ def serving() -> Iterator[str]:
         handoffs.append([f"`{name}`", *cells])
     yield from markdown(["first token after prefill's end, ms, predicted / measured", *LENGTHS], handoffs)
     yield ""
-    yield from markdown(
-        ["host left out", "TTFT p50, TPOT p50: error, %", "held, all metrics", "width, %"], _left_out()
-    )
+    yield from _left_out()
 
 
-def _left_out() -> Iterator[list[str]]:
-    # Of each host the errors in TTFT p50 and TPOT p50 once the median of the other hosts' is taken off, and how many
-    # values of all metrics are in the interval that holds 95 % of the others', with its widths.
-    every = live_data.blind()
+def _left_out() -> Iterator[str]:
+    # A row for each host: how far off it is once the mean of the other hosts is taken off, and how many of its
+    # values are where one more value of the others is with 95 %; then the same of loads in groups of any hosts.
+    every, random = live_data.blind(), np.random.default_rng(0)
+    rows: list[list[str]] = []
+    held, count, drawn = 0, 0, np.zeros(RANDOM, int)
     for names in POOLS.values():
-        made = {name: _errors(*every[name]) for name in names}
-        for name in names:
-            held, count, errors, widths = 0, 0, [], []
-            for metric in METRICS:
-                own = np.log1p([error for _, error in made[name].get(metric, ())])
-                others = np.log1p([e for other in names if other != name for _, e in made[other].get(metric, ())])
-                low, middle, high = np.quantile(others, (0.025, 0.5, 0.975))
-                held, count = held + int(np.sum((low <= own) & (own <= high))), count + len(own)
-                if metric in ("ttft_p50_s", "tpot_p50_s"):
-                    errors.append(f"{100 * np.mean(np.abs(np.expm1(own - middle))):.0f}")
-                    widths.append(f"{100 * (np.exp(high) - np.exp(low)):.0f}")
-            yield [f"`{name}`", ", ".join(errors), f"{held}/{count}", ", ".join(widths)]
+        groups = [_logs(_errors(*every[name])) for name in names]
+        for name, (inside, values, errors, widths) in zip(names, _coverage(groups), strict=True):
+            rows.append([f"`{name}`", ", ".join(errors), f"{inside}/{values}", ", ".join(widths)])
+            held, count = held + inside, count + values
+        loads, ends = [load for group in groups for load in group], np.cumsum([len(group) for group in groups])
+        for number in range(RANDOM):
+            order = [loads[index] for index in random.permutation(len(loads))]
+            parts = [order[end - len(group) : end] for group, end in zip(groups, ends, strict=True)]
+            drawn[number] += sum(inside for inside, *_ in _coverage(parts))
+    yield from markdown(["host left out", "TTFT p50, TPOT p50: error, %", "held, all metrics", "width, %"], rows)
+    yield ""
+    low, middle, high = np.quantile(drawn, (0.025, 0.5, 0.975))
+    yield f"Held: {held} of {count} ({100 * held / count:.0f} %); of the same loads in random groups of these sizes,"
+    yield f"{middle:.0f} ({low:.0f} to {high:.0f} in 95 of 100 draws)."
+
+
+def _logs(errors: Mapping[str, Sequence[tuple[str, float]]]) -> list[dict[str, float]]:
+    # of each load the logarithm of predicted over measured, by metric
+    by_load: dict[str, dict[str, float]] = {}
+    for metric, values in errors.items():
+        for load, error in values:
+            by_load.setdefault(load, {})[metric] = math.log1p(error)
+    return list(by_load.values())
+
+
+def _coverage(groups: Sequence[list[dict[str, float]]]) -> Iterator[tuple[int, int, list[str], list[str]]]:
+    from scipy.stats import t
+
+    for number, group in enumerate(groups):
+        inside, count, errors, widths = 0, 0, [], []
+        rest = [load for other, loads in enumerate(groups) if other != number for load in loads]
+        for metric in METRICS:
+            own = np.array([load[metric] for load in group if metric in load])
+            others = np.array([load[metric] for load in rest if metric in load])
+            half = t.ppf(0.975, len(others) - 1) * np.std(others, ddof=1) * math.sqrt(1 + 1 / len(others))
+            inside, count = inside + int(np.sum(np.abs(own - others.mean()) <= half)), count + len(own)
+            if metric in ("ttft_p50_s", "tpot_p50_s"):
+                errors.append(f"{100 * np.mean(np.abs(np.expm1(own - others.mean()))):.0f}")
+                widths.append(f"{200 * math.exp(others.mean()) * math.sinh(half):.0f}")
+        yield inside, count, errors, widths
 
 
 def campaigns() -> str:
@@ -309,8 +347,50 @@ def live() -> Figure:
     return Figure("live", "", "", panels, columns=2)
 
 
+def hosts() -> Iterator[str]:
+    """Yield a table: the factor of host time that fits each host's sealed errors best, and what it explains.
+
+    How much each value moves with that time is the model's answer to ``engine.host_factor`` (`SLOWER`).  TTFT p99 is
+    left out, where SGLang's pauses are.
+    """
+    rows = []
+    for name in (name for names in POOLS.values() for name in names):
+        path, folder = live_data.blind()[name]
+        expected = live_data.sealed(path)
+        usual = live_data.again(expected, folder)["loads"]
+        words = [*expected["words"], f"engine.host_factor={SLOWER}"]
+        slow = live_data.again({**expected, "words": words}, folder)["loads"]
+        errors, moved = [], []
+        for metric, values in _errors(path, folder).items():
+            for load, error in values if metric != "ttft_p99_s" else ():
+                if before := usual[load]["metrics"].get(metric):
+                    errors.append(-math.log1p(error))
+                    moved.append(math.log(slow[load]["metrics"][metric] / before) / math.log(SLOWER))
+        rows.append([f"`{name}`", *host_factor(np.array(errors), np.array(moved))])
+    yield from markdown(
+        ["host", "factor", "explained, %"], [[row[0], f"{row[1]:.2f}", f"{row[2]:.0f}"] for row in rows]
+    )
+
+
+def host_factor(errors: Floats, moved: Floats) -> tuple[float, float]:
+    """Return the factor of host time that makes *errors* least, and how much of their squares it explains, in %.
+
+    Of each value its *errors*, the logarithm of measured over predicted, and its elasticity: shapes (n,).
+
+    >>> factor, explained = host_factor(np.array([math.log(2.0), 0.0]), np.array([1.0, 0.0]))
+    >>> round(factor, 3), round(explained)
+    (2.0, 100)
+    """
+    log = float(moved @ errors / (moved @ moved))
+    left = errors - log * moved
+    return math.exp(log), 100 * (1.0 - float(left @ left / (errors @ errors)))
+
+
 def main(words: Sequence[str]) -> None:
-    """Write the campaigns and the figures, or print the predictions."""
+    """Write the campaigns and the figures, or print the predictions or the factors of hosts."""
+    if list(words) == ["hosts"]:
+        print("\n".join(hosts()))
+        return
     if list(words) == ["predictions"]:
         print("\n".join(medians(_stored(measured=False))))
         return
