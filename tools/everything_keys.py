@@ -126,7 +126,7 @@ OWN = {
 }
 """Overrides for keys that have nothing in common with others of their type, by pattern."""
 
-SEEN_IN = {"host_factor": "backend", "draw_host": "backend"}
+SEEN_IN = {"host_factor": "backend", "draw_host": "backend", "engine.host_factor": "engine.proxy"}
 """Where the effect of a key is, if it is not kept itself."""
 
 ONE_VALUE = {"parallel.decode.cp"}
