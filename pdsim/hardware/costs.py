@@ -121,7 +121,7 @@ class EngineModel:
     posted, and ends no earlier than the last one's bytes can after its posting. The transfer is complete *latency*
     after both have ended.  (A sum for Mooncake's NVLink transport, a maximum for UCX and verbs: LogGP with g =
     *descriptor*.)  *in_order*, descriptors hold up the copies of the GPU that posts and no link that others share,
-    and a rank's one thread is busy for *latency* too, for it asks for the end (4 x H100, `docs/validation.md`).
+    and a rank's one thread is busy for *latency* too, for it asks for the end (4 x H100, `data/validation`).
 
     A read takes *read* longer than a write, and each of its descriptors *read_descriptor* longer on the wire: what
     asking for the bytes costs, once and every time.  It has at most *read_rate*.
