@@ -207,7 +207,7 @@ def _job_of_hydra(words: Sequence[str]) -> int:
     sys.argv = ["pdsim", *options, "--", *ready, *hydras, *compose.places(compose.CommandLine())]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here, to be explained
     begun()
-    hydra.main(config_path="pkg://conf", config_name="config", version_base="1.3")(job)()
+    hydra.main(config_path="pkg://conf", config_name="config", **compose.version_base())(job)()
     return 1 if failures else 0
 
 

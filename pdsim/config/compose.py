@@ -125,6 +125,13 @@ def _forget(line: CommandLine) -> None:
         _composed.clear()  # files of one's own may have changed
 
 
+def version_base() -> dict[str, Any]:
+    """Return the arguments by which Hydra 1.3 behaves as later versions do, which warn of them."""
+    from hydra import __version__
+
+    return {"version_base": "1.3"} if __version__.startswith("1.3.") else {}
+
+
 @contextmanager
 def _hydra(line: CommandLine) -> Iterator[None]:
     import hydra
@@ -137,9 +144,9 @@ def _hydra(line: CommandLine) -> Iterator[None]:
     outer, here.hydra = here.hydra, None  # of an application of Hydra's, within whose job this may be
     try:
         with (
-            hydra.initialize_config_dir(str(line.home), version_base="1.3")
+            hydra.initialize_config_dir(str(line.home), **version_base())
             if line.home
-            else hydra.initialize_config_module("conf", version_base="1.3")
+            else hydra.initialize_config_module("conf", **version_base())
         ):
             yield
     finally:
