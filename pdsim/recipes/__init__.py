@@ -9,11 +9,13 @@ those of the known releases, each with the key that it decides.
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +128,9 @@ def servers(text: str) -> list[Server]:
 
 def _of_script(text: str, environment: Mapping[str, str]) -> Iterator[Server]:
     # Which branch of an ``if`` runs is not known: what was assigned before it stays, and the first that starts
-    # servers counts.
+    # servers counts.  A loop over words starts as many of each.
     known = dict(environment)
+    loops: list[int] = []
     branches: list[int] = []  # of each ``if`` around: 0, servers started in it, or -1 in a branch after those
     for line in re.sub(r"\\\s*\n", " ", text).splitlines():
         line = line.strip()
@@ -137,6 +140,10 @@ def _of_script(text: str, environment: Mapping[str, str]) -> Iterator[Server]:
             branches.pop()
         elif re.match(r"(else|elif)\b", line) and branches and branches[-1]:
             branches[-1] = -1
+        if looped := re.match(r"for\s+\w+\s+in\s+([^;#]*)", line):
+            loops.append(1 if "$" in looped[1] else len(looped[1].split()))
+        elif re.match(r"done\b", line) and loops:
+            loops.pop()
         if -1 in branches:
             continue
         if assigned := re.fullmatch(r"(?:export\s+)?([A-Za-z_]\w*)=(\S+|'.*'|\".*\")", line):
@@ -147,7 +154,8 @@ def _of_script(text: str, environment: Mapping[str, str]) -> Iterator[Server]:
             if not line.startswith("#") and (match := start.search(line)):
                 before, rest = line[: match.start()], line[match.end() :]
                 own = dict(re.findall(r"\b([A-Z_]+)=(\S+)", before))
-                yield Server(engine, _flags(engine, _split(rest, known)), environment={**known, **own})
+                flags = _flags(engine, _split(rest, known))
+                yield Server(engine, flags, math.prod(loops), environment={**known, **own})
                 branches = [1] * len(branches)
 
 
@@ -156,7 +164,10 @@ def _split(text: str, known: Mapping[str, str]) -> list[str]:
         name, default = match[1] or match[3], match[2]
         return known.get(name) or (default[2:] if default else "" if name in known else match[0])
 
-    text = re.sub(r"\$\{(\w+)(:-[^}]*)?\}|\$(\w+)", value, text)
+    variable = r"\$\{(\w+)(:-[^}]*)?\}|\$(\w+)"
+    # what stands alone in quotes stays one word, such as JSON
+    text = re.sub(f'"(?:{variable})"', lambda at: at[0] if value(at) == at[0] else shlex.quote(value(at)), text)
+    text = re.sub(variable, value, text)
     try:
         words = shlex.split(text, comments=True)
     except ValueError as error:
@@ -241,9 +252,10 @@ def _below(node: Any, around: Server) -> Iterator[Server]:
     )
     command = [*_words(node.get("command")), *_words(node.get("args"))]
     if command:
-        joined = " ".join(command) if command[0].endswith("sh") else shlex.join(command)
+        shell = command[0].endswith("sh")  # bash -lc 'SCRIPT'
+        joined = " ".join(dropwhile(lambda word: word[0] == "-", command[1:])) if shell else shlex.join(command)
         for one in _of_script(joined, around.environment):
-            yield replace(one, role=around.role, instances=around.instances)
+            yield replace(one, role=around.role, instances=around.instances * one.instances)
     for key, each in node.items():
         if isinstance(each, dict | list):
             named = next((name for name in ("prefill", "decode") if name in str(key).lower()), around.role)
@@ -300,6 +312,9 @@ def translated(every: Sequence[Server], hw: str = "", ignore_unknown: bool = Fal
     *ignore_unknown* is set.
     """
     every = [server for server in every if not server.joins]
+    said = {(one.side, replace(one, role="").side, "kv-transfer-config" in one.flags) for one in every}
+    if said == {("prefill", "server", False)}:
+        every = [replace(one, role="") for one in every]  # only a name says so: Dynamo's llama-3-70b/vllm/agg
     engines = {server.engine for server in every}
     if len(engines) > 1:
         raise ConfigError("servers of vllm and of sglang in one deployment; give those of one engine")
