@@ -243,6 +243,7 @@ def _compacted(source: Path, asked: tuple[str, str], compact: str, config: Confi
     kernels = Kernels(
         gpu=gpu,
         table=path.name if path.resolve().parent == tables.FOLDER else str(table.resolve()),
+        imbalance="drawn" if engine == "vllm" else Kernels.imbalance,
         routing=None if engine == "trtllm" else Roof(launch=7e-6),  # assumed: one kernel that chooses, and a sum
         # SGLang computes prompts by heads (deepseek_v2.py, AttnForwardMethod.MHA)
         prefill_by_heads=engine == "sglang" and "mla_prefill" in grids and _absorbed(grids["mla_prefill"], config),
@@ -260,7 +261,10 @@ def _compacted(source: Path, asked: tuple[str, str], compact: str, config: Confi
         f"are far off from all their neighbours): {held}. Norms, activations and rotary embeddings reach the shares "
         "of the memory rate that vLLM's forwards of 2,048 to 8,192 tokens on six hosts with H200 do (data/live, "
         f"in-sample); launches are {measured if engine in HOST else f'assumed as in {compact}'}"
-        + (". Triton's attention is assumed to reach the shares of H100's" if engine == "sglang" else "")
+        + {
+            "sglang": ". Triton's attention is assumed to reach the shares of H100's",
+            "vllm": ". Tokens of decode steps draw their experts, as with the dummy weights of data/live",
+        }.get(engine, "")
     )
     title = f"{engine} {version} on {gpu}: a table of operators of AIConfigurator, written by pdsim profile"
     return _write_choice(path, title, [f"engine: {engine}", "overhead: 0s"], kernels, text)

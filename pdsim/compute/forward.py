@@ -331,7 +331,7 @@ class OperatorForward:
             roof = self._decode_roof()
             attention = roof.launch + (0.0 if self._whole(part) else roof.merge)
         rows = part if self._table is None else captured(part, self.twelve)
-        linear = self._linear(rows, rows, absorbed=True) - self._saved(rows)
+        linear = self._linear(rows, rows, absorbed=True, step=True) - self._saved(rows)
         device = (linear + self._attention_layers * attention) / self.share
         return self.stages * self.scale * (device + self.overhead)
 
@@ -492,7 +492,7 @@ class OperatorForward:
         work = Work(2.0 * width * rows / self.share, self.kv_bytes / layers)
         return self.scale * layers * (roof.seconds(work, self.peaks) - roof.launch)
 
-    def _linear(self, tokens: int, sequences: int, absorbed: bool) -> float:
+    def _linear(self, tokens: int, sequences: int, absorbed: bool, step: bool = False) -> float:
         model, shape, every = self.model, self.shape, tokens * self.dp
         total = 0.0
         for one, dtype in self._products[absorbed]:
@@ -514,7 +514,7 @@ class OperatorForward:
         if self._table is not None:
             total += self._beside(tokens, sequences)
         if mixed:
-            total += mixed * self.experts(every, self._hit(every), shape.expert // self.tp)
+            total += mixed * self.experts(every, self._hit(every), shape.expert // self.tp, step)
             total += mixed * self._pointwise("routing", every, 6 * model.experts_per_token * model.hidden)
         total += model.layers * self._allreduce(tokens, self.tp // self.dp)
         total += (dense if self.exchange else model.layers) * self._allreduce(every, self.tp)
@@ -556,10 +556,13 @@ class OperatorForward:
         seconds = roof.seconds(work, self.peaks, narrow)
         return seconds * self.kernels.correction(n, k, narrow, rows)
 
-    def experts(self, tokens: int, hit: float, width: int) -> float:
-        """Return the seconds of both products of the routed experts, *width* wide, for *tokens* that hit so many."""
+    def experts(self, tokens: int, hit: float, width: int, step: bool = False) -> float:
+        """Return the seconds of both products of the routed experts, *width* wide, for *tokens* that hit so many.
+
+        A table has times of its own for a decode *step* (`Lookup.experts`).
+        """
         if self._table is not None:
-            return self._table.experts(tokens, width, self.ep)
+            return self._table.experts(tokens, width, self.ep, step)
         model = self.model
         routed = tokens * model.experts_per_token
         narrow = model.mlp_bytes <= 1 and self.kernels.experts_fp8 is not None

@@ -106,7 +106,8 @@ class Kernels:
 
     gpu: str = ""  # where it was measured: `pdsim.hardware.machine.Gpu.name`; on others it is assumed
     table: str = ""  # of operators, `pdsim.compute.tables`: what it has counts instead of the roofs below
-    # of the table's tokens among experts: balanced, power_law_1.01 or power_law_1.2; balanced where it lacks that
+    # of the table's tokens among experts: balanced, power_law_1.01 or power_law_1.2, balanced where it lacks that;
+    # drawn: each token of a decode step goes to experts of its own, as with dummy weights
     imbalance: str = "power_law_1.01"
     prefill_by_heads: bool = False  # the table's latent prefill is of latent rows, and the engine's of heads
     gemm: Roof | None = None

@@ -28,6 +28,10 @@ _EXPERTS = {
     "int4": ("int4_wo", "w4a16_mxfp4"),
 }
 """Kinds of experts in tables, nearest first, by `Llm.mlp_dtype`: only Blackwell multiplies 4 bits."""
+DRAWN = "drawn"
+"""Each token of a decode step goes to experts of its own, whoever else is in the batch, as with dummy weights."""
+_SKEWED = "power_law_1.01"
+"""How the table's tokens are spread in prompts of such a server."""
 _LAUNCHED = 2.0
 """How many times as long as without block scales a product of one row takes that was measured with its launches."""
 _CONTEXTS = np.array([128.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0])
@@ -47,14 +51,14 @@ class _Attention(NamedTuple):
 class Lookup:
     """Seconds of the operators of *model*, of *heads* and *kv_heads* on a rank, by *table*.
 
-    Weights of *narrow* models have 8 bits.  *imbalance* is how the table's tokens were spread over experts.
+    Weights of *narrow* models have 8 bits.  *imbalance* is how tokens are spread over experts, or `DRAWN`.
     """
 
     table: Table
     model: Llm
     heads: int
     kv_heads: int
-    imbalance: str = "power_law_1.01"
+    imbalance: str = _SKEWED
     # latent attention of prefill is that of heads: keys of head_dim + rope_dim, values of head_dim
     by_heads: bool = False
     fused: bool = False  # torch.compile scales activations in the norm or activation before a product
@@ -122,24 +126,33 @@ class Lookup:
         curve = self.table.curve(kind, (dtype,), "tokens", splits=True, n=n / parts, k=k)
         return curve if parts == 1 else curve.times(parts)
 
-    def experts(self, tokens: float, width: int, ranks: int = 1) -> float:
+    def experts(self, tokens: float, width: int, ranks: int = 1, step: bool = False) -> float:
         """Return the seconds of both products of the routed experts for *tokens*, each divided to *width*.
 
-        Where *ranks* hold whole experts instead, it is that of the rank with most tokens, if the table has it.
+        Where *ranks* hold whole experts instead, it is that of the rank with most tokens, if the table has it.  Of a
+        decode *step* whose tokens are `DRAWN`, those of the experts that are hit: the table's balanced tokens hit as
+        many as they can.
         """
-        name = ("experts", width, ranks, 0)
+        drawn = step and self.imbalance == DRAWN
+        name = ("drawn" if drawn else "experts", width, ranks, 0)
         curve = self._curves.get(name)
         if curve is None:
-            spread = any(key[6] == ranks for key in self.table.grid("moe").keys)
-            curve = self._curves[name] = self._experts(*((width * ranks, ranks) if spread else (width, 1)))
-        return curve(tokens)
+            imbalance = "balanced" if drawn else _SKEWED if self.imbalance == DRAWN else self.imbalance
+            held = any(key[6] == ranks for key in self.table.grid("moe").keys)
+            curve = self._experts(*((width * ranks, ranks) if held else (width, 1)), imbalance)
+            self._curves[name] = curve
+        if not drawn:
+            return curve(tokens)
+        share = self.model.experts_per_token / self.model.experts
+        hit: float = (1.0 - (1.0 - share) ** tokens) / min(1.0, tokens * share)
+        return hit * curve(tokens)
 
-    def _experts(self, width: int, ranks: int) -> Curve:
+    def _experts(self, width: int, ranks: int, imbalance: str) -> Curve:
         model, grid = self.model, self.table.grid("moe")
         wanted = (model.hidden, width, model.experts_per_token, model.experts)
         own = _EXPERTS.get(model.mlp_dtype, ())
         narrow = ("fp8_block", "fp8") if model.mlp_bytes <= 1 else ()
-        kinds = [(dtype, spread) for dtype in (*own, *narrow, "bfloat16") for spread in (self.imbalance, "balanced")]
+        kinds = [(dtype, spread) for dtype in (*own, *narrow, "bfloat16") for spread in (imbalance, "balanced")]
         for kind in kinds:
             near = [
                 (sum(abs(math.log(float(one) / other)) for one, other in zip(key[2:6], wanted, strict=True)), key)

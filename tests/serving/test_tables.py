@@ -170,6 +170,15 @@ def test_experts_of_another_shape_warn_and_scale():
         lookup(far, moe=MOE).experts(10, 32)
 
 
+def test_drawn_tokens_of_a_step_hit_fewer_experts():
+    balanced = lookup(MIXED, moe=MOE)
+    one = replace(balanced, imbalance="drawn")
+    hit = 1 - (1 - 2 / 8) ** 4  # of eight experts, all of which four balanced tokens hit
+    assert one.experts(4, 32, step=True) == pytest.approx(hit * balanced.experts(4, 32))
+    assert one.experts(1, 32, step=True) == pytest.approx(balanced.experts(1, 32))
+    assert one.experts(4, 32) == pytest.approx(balanced.experts(4, 32))
+
+
 def test_whole_experts_take_what_the_busiest_rank_does():
     whole = replace(MOE, keys={("bfloat16", "balanced", 64, 32, 2, 8, 4): 0})
     both = replace(MOE, keys=MOE.keys | dict.fromkeys(whole.keys, 1), values=np.concatenate([MOE.values] * 2),
