@@ -35,6 +35,7 @@ from pdsim.serving.deployment import CpGather, Deployment, colocated_places, pag
 from pdsim.serving.load import OfferedLoad, offered_load, scaled
 from pdsim.serving.requests import Request, RequestLog, RequestTable, request_columns
 from pdsim.serving.workload import draw
+from pdsim.sim.faults import CardOutage
 from pdsim.sim.model import Model
 from pdsim.transfer.job import Outcome, Place, RankResult, RankSpec
 from pdsim.transfer.log import ArrayColumn, TransferLog, joined, rows
@@ -159,7 +160,9 @@ def _run(config: Config, what: Deployment, requests: RequestTable, target: Any) 
     lost = _failures(config, what, requests)
     if not lost:
         return cast("Outcome", target.run(ranks))
-    down = [[each.at, each.until] for each in lost if not each.ranks]
+    down = [[each.at, each.until] for each in lost if each.what == ROUTER]
+    cards = [CardOutage(*each.card, each.at, each.until) for each in lost if each.card]
+    target = replace(target, outages=cards) if cards else target
     ranks[0] = replace(ranks[0], arguments={**ranks[0].arguments, "outages": down})
     return cast("Outcome", target.run(ranks, *failures.kills(lost)))
 
@@ -172,7 +175,8 @@ def _failures(config: Config, what: Deployment, requests: RequestTable) -> list[
     engines = {one: f"{number // dp} {one[:7]}" for side, dp in sides for number, one in enumerate(side)}
     ranks = specs(config, what, ())[1:]
     last = float(requests.arrival.max())
-    return failures.drawn(config.failures, ranks, lambda name: engines[instance_of(name)], config.seed, last)
+    engines = {spec.name: engines[instance_of(spec.name)] for spec in ranks}
+    return failures.drawn(config.failures, ranks, engines.__getitem__, config.seed, last, config.hw.cards)
 
 
 def on_model(config: Config, what: Deployment, requests: Sequence[Request]) -> Result:
@@ -488,7 +492,8 @@ def result(
     bad = {ROUTER: router} if fallen else outcome.ranks
     failed = [f"{name}: {_line(rank)}" for name, rank in bad.items() if rank.error]
     failed += [] if fallen else tables.failed(columns)
-    more = tables.of_failures(fallen, value.get("changes", ()), columns, value.get("sent_again", (0, 0)))
+    others = config.backend.failover * (len(config.hw.cards) - 1)
+    more = tables.of_failures(fallen, value.get("changes", ()), columns, value.get("sent_again", (0, 0)), others)
     tenants = tables.of_tenants(columns, config.workload, config.slo)
     scaled_parts = tables.of_autoscale(what, value.get("scaled", ()), columns)
     return Result(

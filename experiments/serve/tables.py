@@ -28,6 +28,7 @@ from pdsim.serving.fleet import running_seconds
 from pdsim.serving.load import OfferedLoad
 from pdsim.serving.requests import HASHED, Request
 from pdsim.serving.settings import Slo, Tenant, Workload
+from pdsim.sim.endpoint import DETECTION
 from pdsim.transfer.job import Outcome
 from pdsim.transfer.log import ArrayColumn, RecordRun, joined, logs, rows
 
@@ -227,22 +228,32 @@ def metrics(table: Columns, workload: Workload, slo: Slo, outcome: Outcome) -> l
 
 
 def of_failures(
-    lost: Sequence[Failure], changes: Sequence[tuple[float, str, str]], table: Columns, sent_again: Sequence[int]
+    lost: Sequence[Failure],
+    changes: Sequence[tuple[float, str, str]],
+    table: Columns,
+    sent_again: Sequence[int],
+    detours: int,
 ) -> tuple[list[Metric], list[Table], list[str]]:
     """Return metrics, a table and a line about the failures *lost*; nothing without any.
 
     *changes* are those of the router's membership, from the start of the workload; *sent_again* is how often it sent
-    a request again, and how often users did.
+    a request again, and how often users did; *detours* is how many other cards of its node can replace one.
     """
     if not lost:
         return [], [], []
-    fallen = recoveries(lost, changes)
+    fallen = recoveries(lost, changes, DETECTION, detours)
     noticed, back = (mean([at for at in column if at is not None]) for column in zip(*fallen, strict=True))
     by_router, by_users = sent_again
     metrics = [
-        Metric("failures", len(lost), "failures of nodes, GPUs and the router (failures)"),
-        Metric("failure_notice_s", noticed, "mean time from a failure until the router knows"),
-        Metric("failure_recovery_s", back, "mean time from a failure until all that it ended serves again"),
+        Metric("failures", len(lost), "failures of nodes, GPUs, NICs and the router (failures)"),
+        Metric(
+            "failure_notice_s", noticed, "mean time from a failure until the router knows, or of a NIC the engine"
+        ),
+        Metric(
+            "failure_recovery_s",
+            back,
+            "mean time until all that it ended serves again, or transfers succeed",
+        ),
         Metric("sent_again", by_router, "times that the router sent a request again (experiment.retries)"),
         Metric("asked_again", by_users, "times that a user sent a request again (experiment.client_retries)"),
     ]
@@ -250,8 +261,8 @@ def of_failures(
         "failed": "what",
         "at s": "from the start of the job",
         "instances": "that it ended",
-        "noticed s": "from then until the router knows",
-        "recovered s": "from then until all instances serve again, if they do before the end",
+        "noticed s": "from then until the router, or of a NIC the engine, knows",
+        "recovered s": "from then until all instances serve again, or transfers succeed, if they do before the end",
     }
     rows = [[one.what, one.at, ", ".join(one.instances), *two] for one, two in zip(lost, fallen, strict=True)]
     gone = int((with_status(table, lambda word: word != "ok" and not _shed(word)) & ~_gone(table)).sum())

@@ -18,7 +18,7 @@ from pdsim.compute.roofline import weight_bytes
 from pdsim.config import Config, Launch, covers, presets
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError, instead, near
-from pdsim.core.units import format_size
+from pdsim.core.units import format_size, format_time
 from pdsim.hardware.machine import VENDORS, Machine, NetworkLink
 from pdsim.kv.policy import Policy
 from pdsim.models.llm import DTYPES, Llm, Parallel, Side
@@ -253,6 +253,13 @@ def _general(config: Config, experiment: Any) -> Iterator[str]:
             yield "failures are drawn for prefill and decode instances of target=model only; leave failures out"
         elif config.workload.arrivals == "sessions" and config.workload.trace is None:
             yield "failures need arrivals whose end is known, not workload=sessions; choose another workload"
+        backend, hw = config.backend, config.hw
+        way = backend.intra if hw.nodes == 1 else backend.inter
+        if config.failures.nic.every and not (hw.cards and way and way.path == "rdma"):
+            yield (
+                f"failures.nic.every={format_time(config.failures.nic.every)}: backend={backend.name} on "
+                f"hw={hw.name} moves KV over no network card; leave it out, or take hw=2x8xh200 backend=mooncake"
+            )
     yield from _autoscale(config)
     routers = plugins.names(plugins.ROUTERS)
     for key in ("router", "decode_router"):

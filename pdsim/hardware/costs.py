@@ -264,6 +264,8 @@ class Engine:
     threads: PositiveInt = 1  # of each rank that post
     serial: Share = 1.0  # share of posting that they do one at a time: `pdsim.sim.posting`
     between: Share = 0.0  # the same of the processes that post to one GPU
+    # whether transfers go on over another card of the node when theirs fails; otherwise they fail
+    failover: bool = False
     measured_on: tuple[str, ...] = ()  # the machines (`conf/hw`) that its own *measured* numbers hold for
     # for the real engine: environment variables and the like
     options: Mapping[str, str] = field(default_factory=dict)

@@ -187,3 +187,10 @@ class Machine:
     prefill: str = ""  # another hw, whose GPUs prefill has, on nodes of its own; cards and hosts are as here
     guest: bool = False  # ``target=real`` emulates it, with an RDMA device (`backends.emulation.guest`)
     sources: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def cards(self) -> list[int]:
+        """The cards of a node, or groups of *rails* cards, that ranks use."""
+        nic = self.nic
+        every = range(nic.count // nic.rails)
+        return [card for card in every if not nic.devices or card * nic.rails in nic.devices]

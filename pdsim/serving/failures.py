@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When nodes, GPUs and routers fail, drawn from a seed, and which ranks end by that and start again.
+"""When nodes, GPUs, network cards and routers fail, drawn from a seed, and which ranks end by that and start again.
 
 Failures of one kind are a Poisson process over the whole deployment: each takes any node, or any GPU, that has a
-rank.  An engine ends as a whole, as those of vLLM and SGLang do, and all its ranks start again after the repair.
+rank, or any card of such a node.  An engine ends as a whole, as those of vLLM and SGLang do, and all its ranks start
+again after the repair.  By a card no rank ends: its transfers fail, or go on over another (`Engine.failover`).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Failures:
     node: FailureRate = field(default_factory=FailureRate)  # all engines with a rank on it
     gpu: FailureRate = field(default_factory=FailureRate)  # the engine with a rank on it
     router: FailureRate = field(default_factory=FailureRate)  # what is under way, and what arrives meanwhile
+    nic: FailureRate = field(default_factory=FailureRate)  # transfers over it, until it is repaired
 
 
 class Failure(NamedTuple):
@@ -41,8 +43,9 @@ class Failure(NamedTuple):
 
     at: float
     until: float
-    what: str  # "node 1", "GPU 3 of node 0" or "router"
+    what: str  # "node 1", "GPU 3 of node 0", "NIC 3 of node 0" or "router"
     ranks: tuple[str, ...] = ()  # that end by it
+    card: tuple[int, int] | None = None  # that fails: node and number
 
     @property
     def instances(self) -> tuple[str, ...]:
@@ -51,13 +54,22 @@ class Failure(NamedTuple):
 
 
 def drawn(
-    failures: Failures, ranks: Sequence[RankSpec], engine: Callable[[str], str], seed: int, end: float
+    failures: Failures,
+    ranks: Sequence[RankSpec],
+    engine: Callable[[str], str],
+    seed: int,
+    end: float,
+    cards: Sequence[int] = (),
 ) -> list[Failure]:
     """Return the failures before *end*, in order, of *ranks*, which are those of instances.
 
-    *engine* names the engine of a rank.  Each kind has a stream of its own, so one changes nothing in another.
+    *engine* names the engine of a rank; each node has the *cards*.  Each kind has a stream of its own, so one
+    changes nothing in another.
     """
     places: dict[str, dict[str, set[str]]] = {"node": {}, "gpu": {}, "router": {"router": set()}}
+    nodes = dict.fromkeys(spec.place.node for spec in ranks)
+    nics = {f"NIC {card} of node {node}": (node, card) for node in nodes for card in cards}
+    places["nic"] = {name: set() for name in nics}
     for spec in ranks:
         where = {"node": f"node {spec.place.node}", "gpu": f"GPU {spec.place.gpu or 0} of node {spec.place.node}"}
         for kind, name in where.items():
@@ -69,7 +81,7 @@ def drawn(
         while at < end:
             what = list(names)[int(random.integers(len(names)))]
             lost = tuple(spec.name for spec in ranks if engine(spec.name) in names[what])
-            found.append(Failure(at, at + rate.repair, what, lost))
+            found.append(Failure(at, at + rate.repair, what, lost, nics.get(what)))
             at += random.exponential(rate.every)
     return sorted(found)
 
@@ -93,14 +105,22 @@ def kills(failures: Sequence[Failure]) -> tuple[dict[str, list[float]], dict[str
 
 
 def recoveries(
-    failures: Sequence[Failure], changes: Sequence[tuple[float, str, str]]
+    failures: Sequence[Failure], changes: Sequence[tuple[float, str, str]], notice: float = 0.0, detours: int = 0
 ) -> list[tuple[float | None, float | None]]:
     """Return for each of *failures* the seconds until the router notices, and until all that it ended serves again.
 
-    *changes* are those of `pdsim.serving.membership.Membership`.  None is for what does not happen before the end.
+    A card is noticed by the engine, after *notice* seconds.  Then transfers go on over others of its node, if fewer
+    than *detours* of those have failed, or they succeed again when it is repaired.  *changes* are those of
+    `pdsim.serving.membership.Membership`.  None is for what does not happen before the end.
     """
     found: list[tuple[float | None, float | None]] = []
     for failure in failures:
+        if failure.card is not None:
+            node = failure.card[0]
+            down = {each.card for each in failures if each.at <= failure.at < each.until and each.card}
+            others = sum(each[0] == node for each in down if each != failure.card)
+            found.append((notice, notice if others < detours else failure.until - failure.at))
+            continue
         if not failure.ranks:
             found.append((0.0, failure.until - failure.at))
             continue

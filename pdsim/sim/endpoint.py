@@ -8,16 +8,14 @@ goes on.  The end of either side breaks the connection: what is on the way is lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
-from math import inf
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from simpy.events import Event
 
-from pdsim.core.clock import Alarm, Clock, fire
+from pdsim.core.clock import Clock, fire
 from pdsim.core.errors import (
     InvalidBatch,
     PeerLost,
@@ -27,7 +25,7 @@ from pdsim.core.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from pdsim.sim.hosts import Inbox
+from pdsim.sim.hosts import Deadlines, Inbox
 from pdsim.sim.memory import SimBuffer, copy_bytes, part_of, read_pieces, write_pieces
 from pdsim.sim.posting import Fabric
 from pdsim.sim.sequence import Series, SimWriteSequence
@@ -169,7 +167,8 @@ class SimEndpoint:
         if connection is None or connection.remote is not remote:
             name = f"{self.name}>{remote.name}"
             queue = self._fabric.send_queue(name, self.poster, self.site, remote.site)
-            connection = self._connections[there.rank] = Connection(self, remote, queue)
+            connection = self._connections[there.rank] = Connection(self, remote, queue, queue)
+            self._choose_cards(connection)
             remote.inbound.setdefault(self.name, []).append(self)
         # the peer's own objects where they are equal: then comparing them later is one look
         known = [(remote.find(region), region) for region in there.regions]
@@ -225,8 +224,49 @@ class SimEndpoint:
             self._hardware.call_at(remote.ended + DETECTION, self._notice_ends, remote.name)
         for number, posted in self.moving.items():
             if posted.connection.remote is remote and posted.posting is not None:
-                posted.connection.send_queue.abort(posted.posting)
+                posted.posting.queue.abort(posted.posting)
                 self._lose(number, posted)
+
+    def leave(self, card: tuple[int, int]) -> None:
+        """Stop what goes over *card*, a node and its number there, which has failed.
+
+        Its flows end at once.  `DETECTION` later what has not arrived goes on over other cards, if
+        `Engine.failover` and there are any, or the transfer fails; so does what is posted meanwhile.
+        """
+        self.choose_cards()
+        for number, posted in self.moving.items():
+            if posted.posting is not None and card in posted.posting.queue.cards:
+                self._lose_card(number, posted.posting)
+
+    def choose_cards(self) -> None:
+        """Have what is posted from now on take cards that work."""
+        for connection in self._connections.values():
+            self._choose_cards(connection)
+
+    def _choose_cards(self, connection: Connection) -> None:
+        fabric, home = self._fabric, connection.home
+        connection.send_queue = home
+        if fabric.engine.failover and not home.cards.isdisjoint(fabric.failed):
+            here, there = (fabric.topology.around(one.site, fabric.failed) for one in (self, connection.remote))
+            name = f"{home.name} over nic{here.card} and nic{there.card}"
+            connection.send_queue = fabric.send_queue(name, self.poster, here, there)
+
+    def _lose_card(self, number: int, posting: Posting) -> None:
+        if not posting.aborted:
+            left = posting.queue.recall(posting)
+            self._hardware.call_at(self._hardware.now + DETECTION, self._on_card_lost, (number, posting, left))
+
+    def _on_card_lost(self, what: tuple[int, Posting, tuple[int, int]]) -> None:
+        number, posting, left = what
+        posted, fabric = self.moving.get(number), self._fabric
+        if posted is None or posted.posting is not posting or posted.connection.remote.ended is not None:
+            return
+        queue = posted.connection.send_queue
+        if fabric.engine.failover and queue.cards.isdisjoint(fabric.failed):
+            posted.posting = queue.post(*left, not posted.write, self._on_complete, number)
+            return
+        error = TransferFailed(f"a NIC between {self.name} and {posted.connection.remote.name} has failed")
+        self._conclude(posted, self._quiesce(number, error), error)
 
     def _break(self) -> list[SimTransfer]:
         if self.ended is not None:
@@ -239,7 +279,7 @@ class SimEndpoint:
         self.quarantined = 0
         for posted in dropped:
             if posted.posting is not None:
-                posted.connection.send_queue.abort(posted.posting)
+                posted.posting.queue.abort(posted.posting)
             posted.release()
         known = {connection.remote for connection in self._connections.values()}.union(*self.inbound.values())
         for other in sorted(known, key=lambda one: one.place):
@@ -296,6 +336,8 @@ class SimEndpoint:
                 transfer.settled.succeed()
                 return transfer
             transfer.posted = max(now, self.poster.free)
+            if self._fabric.failed and not posted.posting.queue.cards.isdisjoint(self._fabric.failed):
+                self._lose_card(number, posted.posting)
         self._deadlines.add(called + limit, number)
         return transfer
 
@@ -350,7 +392,7 @@ class SimEndpoint:
         batch, posting = posted.transfer.batch, posted.posting
         error = TransferTimeout(f"{batch!r} is not complete after {self._hardware.now - posted.submitted:g} s")
         if posting is not None and posting.posted is None:  # never handed to the engine: it can never land
-            posted.connection.send_queue.abort(posting)
+            posting.queue.abort(posting)
             self._conclude(posted, self._quiesce(number, error), error)
         else:
             self.quarantined += 1
@@ -422,6 +464,7 @@ class SimEndpoint:
         connection = self._connection(peer)
         there, queue, beside = connection.remote, connection.send_queue, self._foreseen.of(self.poster)
         watched = self._chance is not None or self._observer is not None or self._fabric.draws is not None
+        watched = watched or bool(self._fabric.failed)
         alone = watched or self._device.holds_bytes or len(self.moving) > self.singles or there.ended is not None
         if alone or any(one.alone for one in beside):
             return None
@@ -486,7 +529,8 @@ class Connection:
 
     owner: SimEndpoint
     remote: SimEndpoint
-    send_queue: SendQueue
+    home: SendQueue  # over the cards of both ranks
+    send_queue: SendQueue  # over those that work: the same, unless one has failed
 
 
 @dataclass(eq=False, slots=True)
@@ -534,46 +578,6 @@ class SimTransfer:
         self.local.buffer.release()
         if self.held is not None:
             self.held.release()
-
-
-class Deadlines:
-    """Calls ``expire(number)`` at the deadline of every number that is in *live* then.
-
-    Nobody cancels a deadline: a number that is no longer in *live* is forgotten when it comes to the front.  So a
-    transfer costs an event only when it is the first.
-    """
-
-    def __init__(self, clock: Clock, live: Container[int], expire: Callable[[int], None]) -> None:
-        self._clock = clock
-        self._live = live
-        self._expire = expire
-        self._ahead: list[tuple[float, int]] = []  # a heap
-        self._alarm: Alarm | None = None
-        self._at = inf  # what the alarm is set to
-
-    def add(self, at: float, number: int) -> None:
-        """Let the deadline of *number* be *at*, in seconds on the clock."""
-        heappush(self._ahead, (at, number))
-        if at < self._at:
-            self._arm(at)
-
-    def _arm(self, at: float) -> None:
-        self._at = at
-        self._alarm = Alarm(self._clock, self._on_alarm)
-        self._alarm.arm(at)
-
-    def _on_alarm(self, alarm: Alarm) -> None:
-        if alarm is not self._alarm:
-            return
-        now, ahead = self._clock.now, self._ahead
-        self._at = -inf  # `add` leaves the alarm alone meanwhile
-        while ahead and (ahead[0][0] <= now or ahead[0][1] not in self._live):
-            number = heappop(ahead)[1]
-            if number in self._live:
-                self._expire(number)
-        self._at = inf
-        if ahead:
-            self._arm(ahead[0][0])
 
 
 @dataclass(eq=False, slots=True)

@@ -67,6 +67,15 @@ class Squeeze(NamedTuple):
     factor: float
 
 
+class CardOutage(NamedTuple):
+    """From *start* to *end*, *card* of *node* carries nothing."""
+
+    node: int
+    card: int
+    start: float
+    end: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Faults:
     """A plan.  Shares are from 0 to 1, times in seconds after the start; *delay* and *lateness* are means."""

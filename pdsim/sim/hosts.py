@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Container, Iterator, Sized
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import count
 from math import inf, nextafter
 from typing import TYPE_CHECKING, Any
 
 from simpy.events import URGENT
 
-from pdsim.core.clock import Clock, Mailbox, process_event
+from pdsim.core.clock import Alarm, Clock, Mailbox, process_event
 from pdsim.sim.faults import Ties
 from pdsim.transfer import Message
 
@@ -374,3 +375,43 @@ class PostingShare:
         for work in over:
             work.done(work.tag)
         self.take([work for work in following if work is not None])
+
+
+class Deadlines:
+    """Calls ``expire(number)`` at the deadline of every number that is in *live* then.
+
+    Nobody cancels a deadline: a number that is no longer in *live* is forgotten when it comes to the front.  So a
+    transfer costs an event only when it is the first.
+    """
+
+    def __init__(self, clock: Clock, live: Container[int], expire: Callable[[int], None]) -> None:
+        self._clock = clock
+        self._live = live
+        self._expire = expire
+        self._ahead: list[tuple[float, int]] = []  # a heap
+        self._alarm: Alarm | None = None
+        self._at = inf  # what the alarm is set to
+
+    def add(self, at: float, number: int) -> None:
+        """Let the deadline of *number* be *at*, in seconds on the clock."""
+        heappush(self._ahead, (at, number))
+        if at < self._at:
+            self._arm(at)
+
+    def _arm(self, at: float) -> None:
+        self._at = at
+        self._alarm = Alarm(self._clock, self._on_alarm)
+        self._alarm.arm(at)
+
+    def _on_alarm(self, alarm: Alarm) -> None:
+        if alarm is not self._alarm:
+            return
+        now, ahead = self._clock.now, self._ahead
+        self._at = -inf  # `add` leaves the alarm alone meanwhile
+        while ahead and (ahead[0][0] <= now or ahead[0][1] not in self._live):
+            number = heappop(ahead)[1]
+            if number in self._live:
+                self._expire(number)
+        self._at = inf
+        if ahead:
+            self._arm(ahead[0][0])

@@ -19,7 +19,7 @@ from pdsim.core.errors import ConfigError
 from pdsim.hardware.costs import Jitter
 from pdsim.sim.collective import SharedGroup, join
 from pdsim.sim.endpoint import SimEndpoint
-from pdsim.sim.faults import Chance, Draws, Faults, Observer
+from pdsim.sim.faults import CardOutage, Chance, Draws, Faults, Observer
 from pdsim.sim.hosts import HostLatency, JobClock, RankClock, SimChannel
 from pdsim.sim.memory import DeviceMemory, SimDevice
 from pdsim.sim.network import Network
@@ -55,6 +55,7 @@ class Model:
     memories and what programs register (`Rank.gauge`) is kept at so many instants or up to twice as many, but not
     with ``faults.shuffle``.  ``progress(now, done, of)`` is called now and then with what a rank has counted
     (`Rank.counts`).  With *journal*, records and rows of requests are left there, so that memory does not grow.
+    Network cards fail and work again as *outages* say.
     """
 
     machine: Machine
@@ -69,6 +70,7 @@ class Model:
     jitter: Jitter | None = None
     samples: int = 0
     journal: JobJournal | None = None
+    outages: Sequence[CardOutage] = ()
 
     def __post_init__(self) -> None:
         if self.memory not in ("timing", "tracked"):
@@ -175,6 +177,9 @@ class _ModelJob:
             self._at(
                 model.limit, self._end_all, "Overrun", f"still run after {model.limit:g} s, the limit of the model"
             )
+        for outage in model.outages:
+            self._at(outage.start, self._fabric.fail, (outage.node, outage.card))
+            self._at(outage.end, self._fabric.repair, (outage.node, outage.card))
         for change in model.machine.link.changes if model.machine.link is not None else ():
             self._at(change.start, self._change, change)
         if faults is not None:

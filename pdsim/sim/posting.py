@@ -10,7 +10,7 @@ completion if that is later, one if its wire does not start at once, and one if 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from math import ceil, inf, isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -286,6 +286,7 @@ class SendQueue:
         self.name = name
         self.model = model
         self.poster = poster
+        self.cards: frozenset[tuple[int, int]] = frozenset()  # that all passes, by node
         # what is asked for each transfer; the model is no compiled class
         self._overlap, self._pipelined, self._depth = model.overlap, model.pipelined, model.depth
         self._small, self._fresh = model.small, model.fresh_descriptor
@@ -426,6 +427,14 @@ class SendQueue:
         unknown = posting.posted == inf
         seconds = self.model.posting(posting.descriptors) if unknown else posting.posted - self._clock.now
         return seconds + posting.nbytes / narrowest + wire.latency + posting.held
+
+    def recall(self, posting: Posting) -> tuple[int, int]:
+        """Abort *posting*; return the bytes and descriptors that have not arrived: all if none is acknowledged."""
+        left, of = posting.left, max(posting.left, 1.0)
+        if posting.flow is not None:
+            left, posting.flow = self.stop(posting), None
+        self.abort(posting)
+        return max(1, ceil(posting.nbytes * left / of)), max(1, ceil(posting.descriptors * left / of))
 
     def abort(self, posting: Posting) -> None:
         """Stop *posting* where it is: none of its bytes moves any more, and it is never reported done."""
@@ -615,6 +624,7 @@ class Fabric:
         self.clock, self.network, self.topology, self.engine = clock, network, topology, engine
         self.chance, self.observer, self.draws = chance, observer, draws
         self.endpoints: dict[str, Any] = {}  # the last of each rank
+        self.failed: Counter[tuple[int, int]] = Counter()  # cards, by node: how many failures each has now
         self._crowded = crowded
         self._copiers: dict[str, CopyEngine] = {}  # by the site whose ranks they serve
         self._shares: dict[str, PostingShare] = {}  # the same, of GPUs
@@ -653,4 +663,20 @@ class Fabric:
             )
             copier = self._copiers.setdefault(here.name + "/within" * within, made)
             copier.posters.add(poster)
-        return SendQueue(self.network, poster, model, *routes, name, copier, self.draws)
+        queue = SendQueue(self.network, poster, model, *routes, name, copier, self.draws)
+        if model.path == "rdma":
+            queue.cards = frozenset((site.node, site.card) for site in (here, there) if site.card is not None)
+        return queue
+
+    def fail(self, card: tuple[int, int]) -> None:
+        """Have a card fail, a node and its number there; what becomes of its transfers is `SimEndpoint.leave`."""
+        self.network.foreseen.cut()
+        self.failed[card] += 1
+        for endpoint in self.endpoints.values():
+            endpoint.leave(card)
+
+    def repair(self, card: tuple[int, int]) -> None:
+        """End one failure of a card."""
+        self.failed -= Counter((card,))
+        for endpoint in self.endpoints.values():
+            endpoint.choose_cards()

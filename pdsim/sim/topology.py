@@ -22,8 +22,8 @@ is modelled, nor packets that cross.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -141,6 +141,16 @@ class Topology:
             raise ConfigError(f"place.gpu={gpu}: {machine.name} has GPUs 0 to {machine.gpus - 1}; take one of them")
         return Site(node, gpu, self._card(self._nodes[node], gpu))
 
+    def around(self, site: Site, failed: Container[tuple[int, int]]) -> Site:
+        """Return *site* with a card that is not among the *failed*, node and card: one of its socket if there is.
+
+        It is as it was if its card works, or none does.
+        """
+        left = [card for card in self.machine.cards if (site.node, card) not in failed]
+        if site.card is None or site.card in left or not left:
+            return site
+        return replace(site, card=left[0] if site.gpu is None else self._nearest(site.gpu, left))
+
     def memory(self, site: Site) -> Link:
         return self._out(site)[0]
 
@@ -177,16 +187,20 @@ class Topology:
         return {"nvlink": self._nvlink, "rdma": self._rdma, "tcp": self._tcp, "shm": self._shm}[kind](source, target)
 
     def _card(self, node: _Node, gpu: int | None) -> int | None:
-        nic, gpus, cards = self.machine.nic, self.machine.gpus, len(node.tx)
+        gpus, cards = self.machine.gpus, len(node.tx)
         if not cards:
             return None
-        usable = [card for card in range(cards) if not nic.devices or card * nic.rails in nic.devices]
+        usable = self.machine.cards
         if gpu is None:
             node.hosts += 1
             return usable[(node.hosts - 1) % len(usable)]
         if (own := gpu * cards // gpus) in usable:
             return own
-        near = [card for card in usable if self._socket(card, cards) == self._socket(gpu, gpus)]
+        return self._nearest(gpu, usable)
+
+    def _nearest(self, gpu: int, usable: Sequence[int]) -> int:
+        count = len(self._nodes[0].tx)
+        near = [card for card in usable if self._socket(card, count) == self._socket(gpu, self.machine.gpus)]
         return (near or usable)[gpu % len(near or usable)]
 
     def _socket(self, index: int, count: int) -> int:

@@ -10,6 +10,8 @@ import pytest
 from experiments.serve import ServeOptions, job, specs
 from pdsim.config import rules
 from pdsim.core.errors import ConfigError
+from pdsim.hardware.costs import EngineModel
+from pdsim.hardware.machine import Nic
 from pdsim.kv.messages import instance_of
 from pdsim.models.llm import Parallel, Side
 from pdsim.serving.failures import Failure, FailureRate, Failures, drawn, kills, recoveries
@@ -17,12 +19,16 @@ from pdsim.serving.settings import Workload
 from pdsim.sim.model import Model
 from pdsim.transfer.job import RankSpec
 from tests.support.composed import composed
-from tests.support.configs import EIGHT
+from tests.support.configs import EIGHT, ENGINE
 from tests.support.serving import ONE, configured, rows, serve, values
 
 TWO = Side(tp=1, instances=2)
 CALM = Workload(arrivals="poisson", count=60, rate=20.0, input_mean=300, output_mean=12)
 NODES = replace(EIGHT, nodes=2)
+
+
+CARDS = replace(NODES, nic=Nic(count=4, rate=1e9))
+ACROSS = replace(ENGINE, inter=EngineModel(path="rdma", call=5e-6, descriptor=1e-6, overlap=False, latency=0.0))
 
 
 def ranks(**sides: Side) -> list[RankSpec]:
@@ -66,6 +72,43 @@ def test_a_failure_is_over_when_all_that_it_ended_serves_again():
     assert recoveries([failure], changes + again) == [(2.0, 5.5)]
     assert recoveries([failure], changes + again[:1]) == [(2.0, None)]
     assert recoveries([Failure(1.0, 4.0, "router")], ()) == [(0.0, 3.0)]
+
+
+def test_a_card_that_fails_ends_no_rank_and_changes_no_other_draw():
+    own = ranks(prefill=Side(tp=2, instances=2), decode=TWO)
+    rates = Failures(node=FailureRate(every=100.0), nic=FailureRate(every=50.0, repair=1.0))
+    found = drawn(rates, own, instance_of, 7, 10_000.0, cards=(0, 2))
+    nodes = drawn(replace(rates, nic=FailureRate()), own, instance_of, 7, 10_000.0)
+    cards = [each for each in found if each.card]
+    assert nodes == [each for each in found if not each.card]
+    assert len(cards) == pytest.approx(200, abs=45)
+    assert {each.card for each in cards} == {(0, 0), (0, 2), (1, 0), (1, 2)}
+    assert all((each.what, each.ranks) == ("NIC {1} of node {0}".format(*each.card), ()) for each in cards)
+    assert kills(cards) == ({}, {})
+
+
+def test_transfers_recover_by_another_card_or_by_repair():
+    times = ((1.0, 5.0, (0, 0)), (3.0, 9.0, (0, 1)), (4.0, 6.0, (1, 0)))
+    lost = [Failure(at, until, "NIC", card=card) for at, until, card in times]
+    assert recoveries(lost, (), 0.1) == [(0.1, 4.0), (0.1, 6.0), (0.1, 2.0)]
+    assert recoveries(lost, (), 0.1, 1) == [(0.1, 0.1), (0.1, 6.0), (0.1, 0.1)]
+    assert recoveries(lost, (), 0.1, 2) == [(0.1, 0.1)] * 3
+
+
+@pytest.mark.parametrize("failover", [False, True])
+def test_what_a_card_held_is_lost_or_goes_on_over_others(failover):
+    engine = replace(ACROSS, failover=failover)
+    down = Failures(nic=FailureRate(every=0.3, repair=0.2))
+    config = configured(TWO, TWO, hw=CARDS, backend=engine, workload=CALM, failures=down)
+    served = serve_on_model(config)
+    lost = values(served)["requests_failed"]
+    failed = {row["status"] for row in rows(served)} - {"ok"}
+    assert values(served)["failures"] > 5
+    assert values(served)["failure_notice_s"] == pytest.approx(0.1)
+    assert served.failures == []
+    assert values(served)["failure_recovery_s"] == pytest.approx(0.1 if failover else 0.2)
+    assert (lost == 0) == failover
+    assert {status.partition(":")[0] for status in failed} == (set() if failover else {"TransferFailed"})
 
 
 def failing(failures: Failures, **options: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -128,6 +171,8 @@ def test_a_user_who_leaves_does_not_send_again():
 def test_failures_refuse_what_they_cannot_be_drawn_for():
     with pytest.raises(ConfigError, match="failures are drawn for prefill and decode instances of target=model"):
         rules.check(composed("failures.node.every=24h", "experiment.deployment=colocated"))
+    with pytest.raises(ConfigError, match=r"failures.nic.every=24 h: .*moves KV over no network card"):
+        rules.check(composed("failures.nic.every=24h", "hw=8xh200"))
     with pytest.raises(ConfigError, match="failures need arrivals whose end is known"):
         rules.check(composed("failures.gpu.every=24h", "workload=sessions"))
 
