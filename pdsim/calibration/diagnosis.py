@@ -23,7 +23,7 @@ TOLERANCE = 0.25
 """What the times may differ by in the mean and still be as expected: twice the median error of NIXL with its thread
 on hosts that nothing was fitted to, 13 %."""
 _FACTORS = [2.0 ** (step / 40) for step in range(401)]  # 1 to 1024 in steps of 1.7 %
-_ALIKE = 0.05  # the samples do not tell apart what leaves so little more unexplained
+_ALIKE = 0.05  # the samples do not tell apart what leaves so little more unexplained, or less than they scatter
 # times a factor, how surprising a cause is: a fallback as much as a wire four times slower (assumed); logs of vLLM
 # have 72 descriptors in a transfer or more
 _SURPRISE = {"over TCP": 4.0, "late completions": 2.0, "more descriptors": 1 / 72}
@@ -105,16 +105,20 @@ def explanations(
         left, factor = min((_unexplained(samples, *change(factor)), factor) for factor in _FACTORS)
         if factor > 1.0 or cause == "over TCP":
             found.append(Explanation(cause, factor, left, remedy(factor)))
+    # the mean of n deviations is known to its n-th root, if they scatter as much as they are large
     least = min(one.unexplained for one in found)
-    found = [replace(one, alike=one.unexplained < least + _ALIKE) for one in found]
+    scatter = float(np.expm1(np.log1p(least) * (1.0 + len(samples) ** -0.5)))
+    found = [replace(one, alike=one.unexplained < max(least + _ALIKE, scatter)) for one in found]
     expected = found[0].unexplained <= TOLERANCE
+    quickest = min(one.expected for one in timings(samples, model, line))
 
-    def rank(one: Explanation) -> tuple[bool, bool, int, float]:
+    def rank(one: Explanation) -> tuple[bool, bool, int, bool, float]:
         change = one.factor
-        if one.cause == "late completions":  # of the whole time, as the others
-            change = 1.0 / max(1.0 - (one.factor - 1.0) / (_FACTORS[-1] - 1.0), 1.0 / _FACTORS[-1])
+        if one.cause == "late completions":  # of the transfer that it changes most
+            change = 1.0 + slowest * (one.factor - 1.0) / (_FACTORS[-1] - 1.0) / quickest
         doublings = round(np.log2(change * _SURPRISE.get(one.cause, 1.0))) if one.alike else 0
-        return one.cause != EXPECTED or not expected, not one.alike, doublings, one.unexplained
+        other = one.cause != EXPECTED
+        return other or not expected, not one.alike, doublings, other, one.unexplained
 
     return sorted(found, key=rank)
 

@@ -118,6 +118,20 @@ def test_public_line_is_as_expected_and_posting_decides(tmp_path: Path, capsys: 
     assert "posting of 40064 descriptors decides: with blocks four times as large a transfer takes 38.6 ms" in out
 
 
+# means of NIXL with UCX_TLS=tcp on loopback, two cores under a load of 15
+BUSY = {(1, 4096): 1.4e-3, (4, 4096): 1.77e-3, (32, 4096): 3.81e-3, (256, 4096): 8.34e-3, (1, 65536): 1.34e-3,
+        (4, 65536): 2.39e-3, (32, 65536): 10.7e-3, (256, 65536): 46.6e-3}  # fmt: skip
+
+
+def test_tcp_on_a_busy_host_is_no_late_completion(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Every transfer waits for a processor, and none of the causes fits well."""
+    file = tmp_path / "transfers.csv"
+    rows = [f"pair,{blocks},{size},{seconds}" for (blocks, size), seconds in BUSY.items()]
+    file.write_text("\n".join(["pattern,blocks,size,seconds", *rows]))
+    said = diagnosed(capsys, str(file), "hw=loopback", "backend=nixl_shm")
+    assert said["causes"][0]["cause"] == "over TCP"  # type: ignore[index]
+
+
 LINES = repository.data("benchmarks", "public_transfers.csv").read_text().splitlines()
 PUBLIC_ROWS = list(csv.DictReader(line for line in LINES if not line.startswith("#")))
 
