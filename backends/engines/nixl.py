@@ -148,8 +148,8 @@ class NixlEndpoint(RealEndpoint):
             transports = set()  # of GPU memory UCX says nothing yet
         elif not transports or not transports <= allowed:
             raise BackendUnavailable(
-                f"UCX reports the transports {', '.join(sorted(transports)) or 'none'}; "
-                f"backend {self.settings.name!r} means {', '.join(sorted(allowed))} only"
+                f"UCX uses the transports {', '.join(sorted(transports)) or 'none'}, and "
+                f"backend={self.settings.name} only {', '.join(sorted(allowed))}; choose another backend"
             )
         self._threads = PostingThreads(self.posting or 0, 0, self.device.enter, self._serve)
         self.clock.watch(self)

@@ -142,7 +142,7 @@ def run(config: Config, _: Target, progress: ShowProgress) -> Result:
             "experiment.prefill_hw; give one for each"
         )
     if config.hw.prefill:
-        raise ConfigError(f"hw.prefill={config.hw.prefill} is one deployment; name it in experiment.prefill_hw")
+        raise ConfigError(f"hw.prefill={config.hw.prefill} fixes prefill; write experiment.prefill_hw to search")
     if not config.hw.gpus:
         raise ConfigError(f"experiment=capacity needs GPUs, hw={config.hw.name} has none; take hw=8xh200")
     workload = replace(config.workload, load=0.0)

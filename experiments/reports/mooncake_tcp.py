@@ -32,7 +32,7 @@ CLAIMS = (SERVES, BYTES, CALLS, HANDOFF, TTFT)
 def equal(text: object) -> str:
     """Return *text*, as `handoff.sides`, if these are equal; raise a `ValueError` otherwise."""
     if len(set(handoff.sides(text).split("to"))) > 1:
-        raise ValueError(f"{text!r} has unlike sides; write equal ones such as 8to8")
+        raise ValueError(f"{text!r} has sides of different TP; write equal ones, such as 8to8")
     return str(text)
 
 
