@@ -47,3 +47,7 @@ def test_intervals_have_the_errors_of_sealed_validations():
 
 def test_the_campaigns_are_what_the_committed_files_say():
     assert validation.campaigns() == validation.CAMPAIGNS.read_text(encoding="utf-8")
+
+
+def test_the_data_stay_small():
+    assert sum(path.stat().st_size for path in data().rglob("*") if path.is_file()) <= 6_000_000
