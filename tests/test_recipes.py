@@ -161,6 +161,38 @@ def test_a_recipe_becomes_overrides(text, words):
     assert " ".join(translated(servers(text)).words) == words
 
 
+WIRES = """
+export UCX_TLS={tls}
+export MC_FORCE_TCP={force}
+UCX_MAX_RNDV_RAILS=2 UCX_IB_GPU_DIRECT_RDMA=n vllm serve Qwen/Qwen3-8B \\
+  --kv-transfer-config '{{"kv_connector":"{connector}","kv_role":"kv_producer"}}' &
+vllm serve Qwen/Qwen3-8B --kv-transfer-config '{{"kv_connector":"{connector}","kv_role":"kv_consumer"}}' &
+"""
+
+
+@pytest.mark.parametrize(
+    ("tls", "force", "connector", "found"),
+    [
+        (
+            "tcp,cuda_copy,self",
+            "0",
+            "NixlConnector",
+            {"backend=nixl_tcp", "hw.nic.rails=2", "hw.nic.gpudirect=false"},
+        ),
+        ("rc_x,cuda_copy", "1", "NixlConnector", {"backend=nixl_vllm", "hw.nic.rails=2", "hw.nic.gpudirect=false"}),
+        ("^cuda_ipc", "1", "MooncakeConnector", {"backend=mooncake_tcp"}),
+        ("tcp", "0", "MooncakeConnector", {"backend=mooncake"}),
+    ],
+)
+def test_variables_of_the_library_choose_the_wire(tls: str, force: str, connector: str, found: set[str]):
+    recipe = translated(servers(WIRES.format(tls=tls, force=force, connector=connector)), hw="2x8xh100")
+    assert {word for word in recipe.words if word.startswith(("backend", "hw.nic"))} == found
+    assert {word for _, _, word in recipe.taken if word.startswith("hw.nic")} == found - {
+        word for word in found if word.startswith("backend")
+    }
+    compose([*recipe.words, "workload=smoke"])
+
+
 BRANCHES = """
 if [[ "$MODEL" != /* ]]; then hf download "$MODEL"; fi
 CONTEXT=""

@@ -24,6 +24,7 @@ from pdsim.core.errors import ConfigError, near
 from pdsim.core.files import bounded_yaml
 from pdsim.kv.policy import VARIABLES, described
 from pdsim.models.huggingface import expanded
+from pdsim.recipes import wire
 
 STARTS = (
     ("vllm", re.compile(r"vllm serve|-m vllm\.entrypoints\.\S+|-m dynamo\.vllm")),
@@ -330,8 +331,12 @@ def translated(every: Sequence[Server], hw: str = "", ignore_unknown: bool = Fal
     config = _whole(engine, by_side, instances)
     if hw:
         config = {"hw": hw, **config}
-    words = tuple(f"{key}={value}" for key, value in config.items())
     taken: list[tuple[str, str, str]] = []
+    for side, server in by_side.items():
+        for variable, decided in wire.chosen(server.environment, str(config.get("backend", ""))).items():
+            config |= decided
+            taken += [(side, variable, f"{key}={value}") for key, value in decided.items()]
+    words = tuple(f"{key}={value}" for key, value in config.items())
     timeless, unmodelled, unknown = list[str](), list[str](), list[str]()
     flags = known()["dynamo"] | known()["inferencex"] | dict.fromkeys(ALIASES[engine], "") | known()[engine]
     for side, server in by_side.items():
