@@ -281,6 +281,10 @@ def test_an_unknown_flag_names_the_nearest_or_is_listed():
         ("vllm serve m --quantization 'fp8", "No closing quotation"),
         ("vllm serve -tp 2", "names no model"),
         ("vllm serve Qwen/Qwen3-8B --block-size large", "--block-size large is not a number"),
+        (
+            'vllm serve Qwen/Qwen3-8B --kv-transfer-config \'{"kv_connector":"NixlConnector"}\'',
+            "which of them prefills",
+        ),
         ("vllm serve a/b\npython -m sglang.launch_server --model-path a/b", "give those of one engine"),
         (
             "python -m sglang.launch_server --model-path a/b --disaggregation-mode prefill",

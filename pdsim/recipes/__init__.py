@@ -328,6 +328,9 @@ def translated(every: Sequence[Server], hw: str = "", ignore_unknown: bool = Fal
         (side,) = by_side
         other = "decode" if side == "prefill" else "prefill"
         raise ConfigError(f"there are {side} servers only; give the command of {other} too")
+    if "server" in by_side and engine == "vllm" and (backend := _backend(engine, by_side["server"])):
+        rule = "nothing says which of them prefills; write kv_producer and kv_consumer"
+        raise ConfigError(f"--kv-transfer-config connects servers (backend={backend}), but {rule}")
     config = _whole(engine, by_side, instances)
     if hw:
         config = {"hw": hw, **config}
