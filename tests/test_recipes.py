@@ -300,7 +300,7 @@ def test_what_is_wrong_is_said_in_one_line(text, said):
 
 def test_the_command_prints_runs_and_writes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    text = "vllm serve Qwen/Qwen3-8B -tp 2 --max-num-seqs 64"
+    text = "VLLM_USE_V1=1 vllm serve Qwen/Qwen3-8B -tp 2 --max-num-seqs 64"
     assert main(["recipe", text, "hw=2xh200", "workload=smoke", "-o", "mine.yaml", "--run"]) == 0
     assert "written: mine.yaml" in capsys.readouterr().out
     (kept,) = (tmp_path / "results").iterdir()

@@ -26,7 +26,10 @@ def recipe(words: Sequence[str]) -> int:
     rest, asked = parse("recipe", words)
     if "--to" in asked:
         return _commands(asked["--to"], rest)
-    own = [word for word in rest if "=" in word.split(" ")[0] and not Path(word).exists()]
+    set_first = re.compile(r"[A-Z_][A-Z0-9_]*=\S* ")  # a variable of a command line, as UCX_TLS=tcp
+    own = [
+        word for word in rest if "=" in word.split(" ")[0] and not set_first.match(word) and not Path(word).exists()
+    ]
     if lost := [word for word in rest if word not in own and " " not in word and not Path(word).is_file()]:
         raise ConfigError(
             f"{lost[0]} is not a file; name one, or write a command line in quotes: 'vllm serve MODEL'"
