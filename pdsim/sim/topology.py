@@ -164,7 +164,8 @@ class Topology:
     def exchange(self, site: Site) -> tuple[tuple[Link, ...], tuple[Link, ...]]:
         """Return the links of the GPU at *site* to GPUs of other nodes and back, and of its own node and back.
 
-        Each rank of an engine sends as much as it gets, so its own links stand for both ends.
+        Each rank of an engine sends as much as it gets, so its own links stand for both ends, and in a mesh one link
+        for those to all peers.
         """
         node = self._nodes[site.node]
         if site.gpu is None:
@@ -175,9 +176,9 @@ class Topology:
             out, into = self._to_card(site)
             network = (*out, node.tx[site.card], node.rx[site.card], *reversed(into))
         other = next((gpu for gpu in range(self.machine.gpus) if gpu != site.gpu), None)
-        if self.machine.interconnect.kind != "switch" or other is None:
+        if self.machine.interconnect.kind == "none" or other is None:
             return network, ()
-        return network, (memory, node.ports[site.gpu, other][0], node.ports[other, site.gpu][1], memory)
+        return network, (memory, node.ports[site.gpu, other][0], node.ports[other, site.gpu][-1], memory)
 
     def route(self, kind: str, source: Site, target: Site) -> Route:
         """Return how bytes get from memory at *source* to that at *target* by *kind*, as in `EngineModel.path`.
