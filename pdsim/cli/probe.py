@@ -102,13 +102,13 @@ def probe(words: Sequence[str]) -> int:
                 ) from None
             finally:
                 keep(part, folder, status, why, time.monotonic() - at)
-    failed = [one["part"] for one in done if one["status"] == "failed"]
     terminal.show_lines(
         f"bundle: {path}, {format_size(path.stat().st_size)}, after {format_time(time.monotonic() - began)}; look "
-        f"into it before you give it away: unzip -p {path} | less",
-        f"to fit it: pdsim calibrate --from {path}",
+        f"into it before you give it away: unzip -p {path} | less"
     )
-    return 1 if failed else 0
+    if any(one.get("files") for one in done):
+        terminal.show_lines(f"to fit it: pdsim calibrate --from {path}")
+    return 1 if any(one["status"] == "failed" for one in done) else 0
 
 
 def _parts(overrides: Sequence[str], asked: Mapping[str, Any]) -> tuple[list[_Part], list[tuple[str, str]]]:
@@ -181,7 +181,7 @@ def _ran(part: _Part, folder: Path, limit: float, asked: Mapping[str, Any]) -> t
                 time.sleep(0.1)
                 bar((passed := time.monotonic() - at) / limit, f"at most {format_time(limit)}")
                 if passed > limit:
-                    return "partly", f"stopped after {format_time(limit)}"
+                    return "partly", f"stopped after {format_time(limit)}; raise --minutes"
         finally:
             _end(process)
     if not process.returncode:

@@ -140,7 +140,7 @@ def test_interrupted_probe_keeps_a_bundle(name, tmp_path):
 def test_part_beyond_its_time_is_stopped(tmp_path, monkeypatch):
     words = ["calibrate", "hw=2xh200", "backend=nvlink", "--no-fit"]
     part = command._Part("transfers nvlink", words, 1.0, command._samples)
-    assert command._ran(part, tmp_path, 1.0, {}) == ("partly", "stopped after 1 s")
+    assert command._ran(part, tmp_path, 1.0, {}) == ("partly", "stopped after 1 s; raise --minutes")
 
 
 def test_gathers_of_a_run_become_rows(tmp_path):
