@@ -81,7 +81,7 @@ class Server(NamedTuple):
         """Return that of *row*."""
         prefill, decode = (
             (
-                max(int(row[f"{side}_tp"]), int(row[f"{side}_ep"])),  # mori-sglang's tp is of attention alone
+                int(row[f"{side}_tp"]),
                 int(row[f"{side}_ep"]),
                 row[f"{side}_dp_attention"],
                 int(row[f"{side}_num_workers"]),

@@ -212,6 +212,21 @@ def cached(
     )
     which = 1 + (random.random(len(requests)) * (1 + int(4 * texts))).astype(int)
     alike = [request._replace(hash_ids=(text,)) for request, text in zip(requests, which.tolist(), strict=True)]
+    if cache.host:
+        ssd, remote, shared, chunk, overlap = random.random(5).tolist()
+        write = random.choice(("through", "through", "selective", "back"))
+        prefetch = random.choice(("none", "best_effort", "timeout", "wait_complete"))
+        cache = replace(
+            cache,
+            ssd=int(2 * tokens * ssd) if ssd > 0.6 else 0,
+            remote=int(2 * tokens * remote) if remote > 0.6 else 0,
+            shared=shared < 0.3,
+            chunk=4 * job.page_size if chunk < 0.3 else 1,
+            overlap=overlap < 0.3 and not cache.early and not job.layerwise,
+            write=str(write),
+            prefetch=str(prefetch),
+            prefetch_timeout=0.01,
+        )
     return replace(job, cache=cache, staging=None if cache.decode else job.staging), alike
 
 

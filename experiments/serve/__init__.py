@@ -359,8 +359,16 @@ def _gather(config: Config) -> CpGather | None:
 def _check_cache(config: Config, job: Deployment) -> None:
     if config.cache.early and config.cache.found == "scheduled":
         raise ValueError("cache.early sends pages at once, and those of cache.found=scheduled are not computed yet")
-    if config.cache.host and config.target != "model":
-        raise ValueError("cache.host has target=model; leave it at 0")
+    tiers = config.cache
+    if tiers.tiered and config.target != "model":
+        raise ValueError("cache.host, cache.ssd and cache.remote have target=model; leave them at 0")
+    token = job.shape.token_bytes(job.prefill.tp) * job.prefill.tp
+    memory = config.hw.host.memory * config.hw.nodes
+    if tiers.host * token * len(job.prefills) > memory:
+        raise ValueError(
+            f"cache.host={tiers.host:g} tokens of {token:g} B in {len(job.prefills)} instances are more than the "
+            f"hosts' memory, {memory:g} B; set at most {memory / token / len(job.prefills):.3g}"
+        )
     if job.shape.state.mamba or job.shape.state.window:
         raise ValueError("a prefix cache keeps no state beside KV; choose a model of full attention, or cache=none")
     if (config.memory == "tracked" or config.target != "model") and job.checked:

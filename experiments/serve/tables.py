@@ -165,22 +165,26 @@ def prefix_metrics(requests: Sequence[Request], job: Deployment) -> list[Metric]
     ]
 
 
-def cached(outcome: Outcome, count: int) -> dict[str, list[int | None]]:
-    """Return the columns of cached tokens of *count* requests; none of a side without a prefix cache.
+def cached(outcome: Outcome, count: int) -> dict[str, list[Any]]:
+    """Return the columns of cached tokens of *count* requests, and of loads from tiers; none without a prefix cache.
 
     A request that was started anew has those of its last try, None if the instance is gone or never had it.
     """
-    hits: dict[str, list[int | None]] = {}
+    hits: dict[str, list[Any]] = {}
     for name, value in (_leaders(outcome) | {ROUTER: outcome.ranks[ROUTER].value or {}}).items():
         if "hits" in value:
             side = f"cached_{'decode' if name.startswith('decode') else 'prefill'}"
             column, rooms = hits.setdefault(side, [None] * count), value["hits"]
             for room in sorted(rooms):
                 column[(room - 1) % count] = rooms[room]
-            if value.get("host_hits"):
-                column = hits.setdefault("cached_host", [0] * count)
-                for room, tokens in sorted(value["host_hits"].items()):
-                    column[(room - 1) % count] = tokens
+            columns = {f"cached_{tier}": rooms for tier, rooms in value.get("tier_hits", {}).items()}
+            for name in ("load", "prefetch"):
+                columns[name] = value.get(f"{name}_seconds", {})
+            for name, rooms in columns.items():
+                if rooms:
+                    column = hits.setdefault(name, [0] * count)
+                    for room in sorted(rooms):
+                        column[(room - 1) % count] = rooms[room]
     return hits
 
 

@@ -630,16 +630,17 @@ def exchange(model: Llm, machine: Machine, compute: Compute, ranks: int, groups:
     nodes = -(-ranks // near) if near else ranks
     if nodes > 1 and not machine.nic.count:
         raise ConfigError(f"{key} needs {nodes} nodes, and hw={machine.name} has no cards between them")
-    if near > 1 and machine.interconnect.kind == "none":
-        raise ConfigError(f"{key}: nothing joins the GPUs of hw={machine.name}; leave ep at 1")
+    if near > 1 and machine.interconnect.kind != "switch":
+        raise ConfigError(
+            f"{key}: experts are modelled over a switch between GPUs, and hw={machine.name} has "
+            f"interconnect.kind={machine.interconnect.kind}; leave ep at 1"
+        )
     chosen = model.experts_per_token
     if direct:
         network, port = chosen * (1 - near / ranks), chosen * (near - 1) / ranks
     else:
         network = nodes_hit(model, nodes) * (nodes - 1) / nodes if nodes > 1 else 0.0
         port = ranks * (1 - (1 - 1 / ranks) ** chosen) * (near - 1) / near
-    if machine.interconnect.kind == "mesh" and near > 1:
-        port /= near - 1  # the links to all peers of the node have as much
     eight = model.dtype_bytes == 1 or model.mlp_dtype == "nvfp4"
     width = model.hidden * ((1 + SCALES) if eight else model.dtype_bytes) + 2 * model.hidden
     layers, share = model.layers - model.dense_layers, groups / ranks

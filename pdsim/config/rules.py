@@ -21,6 +21,7 @@ from pdsim.core.errors import ConfigError, instead, near
 from pdsim.core.units import format_size, format_time
 from pdsim.hardware.machine import VENDORS, Machine, NetworkLink
 from pdsim.kv.policy import Policy
+from pdsim.kv.tiers import TIERS
 from pdsim.models.llm import DTYPES, Llm, Parallel, Side
 from pdsim.serving.deployment import colocated_places, places, staging_problems
 from pdsim.serving.failures import Failures
@@ -95,8 +96,7 @@ def _parts(config: Config) -> Iterator[str]:
     chosen = workload.skip or workload.seconds or workload.load
     if workload.arrivals == "sessions" and not workload.trace and chosen:
         yield "workload.arrivals=sessions has no skip, seconds or load: users come after their answers"
-    if config.cache.host and not config.cache.prefill:
-        yield f"cache.host={config.cache.host:g} keeps what prefill caches; set cache.prefill=true"
+    yield from _tiers(config)
     if engine.lease and not engine.heartbeat < engine.lease:
         yield f"engine.heartbeat={engine.heartbeat} must be < engine.lease={engine.lease}, which it renews"
     if blend and not 1.0 <= blend <= 64.0:
@@ -105,6 +105,24 @@ def _parts(config: Config) -> Iterator[str]:
         span = getattr(config.calibration, name, ())
         if span and (len(span) != 2 or not 0 < span[0] <= span[1]):
             yield f"calibration.{name} must be the least and the most of a sample, got {list(span)}"
+
+
+def _tiers(config: Config) -> Iterator[str]:
+    cache, page = config.cache, config.kv.page_size
+    used = [f"cache.{tier}={tokens:g}" for tier in TIERS if (tokens := getattr(cache, tier))]
+    if not used:
+        return
+    if not cache.prefill:
+        yield f"{used[0]} keeps what prefill caches; set cache.prefill=true"
+    if cache.prefetch != "none" and not cache.host:
+        yield f"cache.prefetch={cache.prefetch} reads into host memory; set cache.host, or cache.prefetch=none"
+    if cache.chunk > page and cache.chunk % page:
+        yield f"cache.chunk={cache.chunk} must be whole pages of kv.page_size={page}"
+    if cache.overlap and (cache.early or config.kv.layerwise):
+        other = "cache.early" if cache.early else "kv.layerwise"
+        yield f"cache.overlap=true computes while pages come, and {other}=true sends them before; set one to false"
+    if getattr(config.experiment, "colocated", False) and (cache.ssd or cache.remote or cache.shared):
+        yield f"{', '.join(used)}: colocated engines have a host memory of their own only; set cache.host alone"
 
 
 def _machine(hw: Machine) -> Iterator[str]:

@@ -95,6 +95,20 @@ class Nic:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Storage:
+    """Where KV is kept that does not fit into memory.
+
+    A call that moves *n* objects takes ``latency + n * object`` and, of bytes, what *read* or *write* allows to all
+    calls together.
+    """
+
+    read: Rate = 0.0  # 0: it is never the limit
+    write: Rate = 0.0
+    latency: Seconds = 0.0
+    object: Seconds = 0.0  # more, of each
+
+
+@dataclass(frozen=True, kw_only=True)
 class Host:
     """A node's processor side: memory that all its ranks share, TCP, and the latency of programs.
 
@@ -112,6 +126,9 @@ class Host:
     idle_wake: Seconds = 0.0  # more, of a program that has had nothing to act upon for longer than *idle_after*
     idle_after: Seconds = 0.0  # without anything to act upon
     copies: Copies = field(default_factory=Copies)  # of ranks without a GPU
+    # the node's SSDs together: one of PCIe 4, as data sheets of 2023 have it
+    ssd: Storage = field(default_factory=lambda: Storage(read=6.8e9, write=4e9, latency=1e-4))
+    store: Storage = field(default_factory=Storage)  # a remote store of all nodes, beside the network cards
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -84,6 +84,17 @@ class Contents:
                 self._fill(table, max(0, number - 1), room, pages, first_token)
         self.computed = own
 
+    def page_bytes(self, page: int) -> bytes:
+        """Return the keys and values of *page*, and its index rows."""
+        return b"".join([self._buffer.read(offset, size) for offset, size in self._planes(page)])
+
+    def put_page(self, page: int, data: bytes) -> None:
+        """Write what `page_bytes` returned into *page*."""
+        begin = 0
+        for offset, size in self._planes(page):
+            self._buffer.write(offset, data[begin : begin + size])
+            begin += size
+
     def token_rows(self, room: int, plane: int, tokens: range) -> Bytes:
         """Return the rows of *tokens* in the *plane*-th plane of keys and values: uint8 of shape (token, row)."""
         return self._rows(self._kv, 0, room, self._kv.planes[plane], tokens)
@@ -145,6 +156,12 @@ class Contents:
                 what = _describe(actual[row], byte, marked=self.marks is not None and piece.stop <= _MARKED)
                 return f"room {room} plane {plane} token {piece.start + row} byte {byte}: {what}"
         return ""
+
+    def _planes(self, page: int) -> Iterator[tuple[int, int]]:
+        for table in self.layout.tables:
+            if table.component in ("kv", "index"):
+                for start in table.offsets.tolist():
+                    yield start + page * table.item, table.item
 
     def _aux(self, slot: int) -> Iterator[tuple[int, int]]:
         return zip(self.layout.aux_offsets(slot).tolist(), AUX_ROWS, strict=True)

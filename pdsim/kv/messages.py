@@ -19,7 +19,7 @@ from pdsim.core.errors import MessageError
 from pdsim.kv.layout import AUX_ROWS, KvLayout
 from pdsim.kv.pages import Pages, Runs
 
-VERSION = 15
+VERSION = 16
 """Of the schema; to be raised with every change of a message's fields."""
 
 
@@ -234,6 +234,35 @@ class Offload(KvMessage, frozen=True):
     incarnation: str
     nbytes: int
     back: int
+
+
+class TierMove(msgspec.Struct, frozen=True, array_like=True):
+    """So many *nbytes*, in so many *objects*, of each rank, to a tier or from it."""
+
+    tier: str  # of `pdsim.kv.tiers.TIERS`
+    nbytes: int
+    objects: int
+    node: int = -1  # that has them; -1: the rank's own
+
+
+class MovePrefixes(KvMessage, frozen=True):
+    """A prefill leader to its followers: write pages of prefixes to tiers, and read others from them."""
+
+    incarnation: str
+    nbytes: int  # that leave the GPU's memory
+    writes: tuple[TierMove, ...]  # from host memory on, when they are there
+    reads: tuple[TierMove, ...]
+    number: int = 0  # of those that write
+    prefetch: bool = False  # read into host memory only
+    blocking: bool = False  # the next forward waits for what leaves the GPU's memory
+
+
+class PrefixesWritten(KvMessage, frozen=True):
+    """A follower to its leader: all that `MovePrefixes` of that *number* has for *tier* is there."""
+
+    incarnation: str
+    number: int
+    tier: str
 
 
 class Arrival(KvMessage, frozen=True):

@@ -14,6 +14,7 @@ from itertools import chain, repeat
 from operator import itemgetter, sub
 
 from pdsim.kv.layout import StateShape, window_span
+from pdsim.kv.tiers import Origin, Tiers
 
 Pages = tuple[tuple[int, int], ...]
 """First page and count of each run, in the order of their tokens."""
@@ -422,24 +423,31 @@ class PrefixPagePool(PagePool):
     of SGLang's radix tree).
 
     `free` counts the pages without a user, cached or not; *limit*, if not 0, is the most of them that stay cached.
-    With *host*, so many pages that were known last are in host memory, too: `commit` says how many go there, and
-    `loaded` how many of the pages of the last `reuse` come back.
+
+    With *tiers*, pages are kept below GPU memory, too.  *write* says when they are written there: ``"through"`` by
+    `store`, ``"selective"`` when they are found again, ``"back"`` when they are evicted.  `outgoing` has the
+    key and the page of each that is to be written; but for ``"back"`` it stays until `written` is called.  `loaded`
+    has the key and the origin of each page of the last `reuse` that tiers have.
 
     >>> pool = PrefixPagePool(4)
     >>> pool.reuse(1, 3, keys=[])
     (((0, 3),), 0)
     >>> pool.commit(1, [70, 71]); pool.release(1)  # two pages of it are known by their contents
-    0
     >>> pool.match([70, 71, 72]), pool.reuse(2, 4, keys=[70, 71])
     (2, (((0, 2), (2, 2)), 2))
     """
 
-    def __init__(self, pages: int, eviction: str = "block", limit: int = 0, host: int = 0) -> None:
+    def __init__(
+        self, pages: int, eviction: str = "block", limit: int = 0, tiers: Tiers | None = None, write: str = "through"
+    ) -> None:
         super().__init__(pages)
-        self.loaded = 0
+        self.loaded: list[tuple[int, Origin]] = []
         self.evicted = 0  # pages
-        self._host_pages = host
-        self._host: OrderedDict[int, None] = OrderedDict()  # keys in host memory, the next to go first
+        self.tiers = tiers
+        self.outgoing: list[tuple[int, int]] = []
+        self._writing: set[int] = set()  # keys in it, and those that are being written
+        self._stored: dict[int, int] = {}  # how many of each owner's first pages tiers have, or get
+        self._write = write
         self._radix = eviction == "radix"
         self._limit = limit
         self._cached: dict[int, _CachedPage] = {}
@@ -473,8 +481,9 @@ class PrefixPagePool(PagePool):
         Return them in the order of its tokens, and how many are cached ones; None, and nothing has changed, if there
         are too few.  Raise as `allocate` does, and unless *count* exceeds the number of *keys* that are here.
         """
-        hits, self.loaded = self.match(keys), 0
-        back = _leading(keys[hits:], self._host)
+        hits, self.loaded = self.match(keys), []
+        origins = self.tiers.find(keys, hits) if self.tiers is not None else []
+        back = len(origins)
         if not hits + back:
             pages = self.allocate(owner, count)
             return None if pages is None else (pages, 0)
@@ -494,18 +503,23 @@ class PrefixPagePool(PagePool):
         self.owners[owner] = (*_runs([self._cached[key].page for key in keys]), *self.take(count - hits))
         self._sizes[owner] = count
         self.commit(owner, every)  # what comes back is known again
-        self.loaded = back
+        self.loaded = list(zip(every[hits:], origins, strict=True))
+        if self.tiers is not None:
+            self.tiers.touch(every)
+            self._stored[owner] = len(every)
+            if self._write == "selective":
+                self._send(every, 0)
         return self.owners[owner], hits + back
 
-    def commit(self, owner: int, keys: Sequence[int]) -> int:
+    def commit(self, owner: int, keys: Sequence[int]) -> None:
         """Make the first pages of *owner* known by *keys*, one each: their tokens are computed.
 
-        A page with the content of another stays its owner's alone.  Return how many are to be moved to host memory.
+        A page with the content of another stays its owner's alone.
         """
         mine = self._keys.setdefault(owner, [])
         begin = len(mine)
         if len(keys) <= begin:
-            return 0
+            return
         self._node += 1
         for key, page in zip(keys[begin:], _numbers(after(self.owners[owner], begin)), strict=False):
             if key in self._cached:
@@ -515,7 +529,27 @@ class PrefixPagePool(PagePool):
             self._cached[key] = _CachedPage(page, self._node, 1)
             if self._radix:
                 self._nodes.setdefault(self._node, []).append(key)
-        return self._store(keys[begin:])
+
+    def store(self, owner: int, keys: Sequence[int]) -> None:
+        """Have the first pages of *owner*, which are computed and known by *keys*, written to the tiers."""
+        assert self.tiers is not None
+        begin, self._stored[owner] = self._stored.get(owner, 0), len(keys)
+        self.tiers.touch(keys[begin:])
+        if self._write == "through":
+            self._send(keys, begin)
+
+    def written(self, keys: Iterable[int]) -> None:
+        """Let the pages of *keys* go, which have been written: until now they were in use."""
+        for key in keys:
+            if key in self._writing:
+                self._writing.remove(key)
+                self._leave(key)
+
+    def is_whole(self) -> bool:
+        """As `PagePool.is_whole`; what is being written has an owner, too."""
+        lent = {page for runs in self.owners.values() for page in _numbers(runs)}
+        lent |= {cached.page for cached in self._cached.values() if cached.users}
+        return len(lent) + self.free == self.pages and sum(self._counts) == self.unused
 
     def joined(self, pages: Pages, more: Pages) -> Pages:
         """Return *pages* and *more*, which come last."""
@@ -524,16 +558,14 @@ class PrefixPagePool(PagePool):
     def release(self, owner: int) -> None:
         """Take the pages of *owner* back; those that are known by a hash can be used again."""
         pages = self._taken_back(owner)
+        self._stored.pop(owner, None)
         keys = self._keys.pop(owner, [])
         private = [page for key, page in zip(keys, _numbers(pages), strict=False) if key is None]
         for first, count in (*_runs(private), *after(pages, len(keys))):
             self.put_back(first, count)
         for key in reversed(keys):  # the end of the prompt is evicted first
             if key is not None:
-                cached = self._cached[key]
-                cached.users -= 1
-                if not cached.users:
-                    self._idle[key] = None
+                self._leave(key)
         while self._limit and len(self._idle) > self._limit:
             self._evict()
 
@@ -543,23 +575,37 @@ class PrefixPagePool(PagePool):
             self._evict()
         return super().take(count)
 
-    def _store(self, keys: Sequence[int]) -> int:
-        if not self._host_pages:
-            return 0
-        new = sum(key not in self._host for key in keys)
-        for key in reversed(keys):
-            self._host[key] = None
-            self._host.move_to_end(key)
-        while len(self._host) > self._host_pages:
-            self._host.popitem(last=False)
-        return new
+    def _leave(self, key: int) -> None:
+        cached = self._cached[key]
+        cached.users -= 1
+        if not cached.users:
+            self._idle[key] = None
+
+    def _send(self, keys: Sequence[int], begin: int) -> None:
+        # Those of whole objects that a tier lacks; their pages stay until they are written.
+        assert self.tiers is not None
+        chunk = self.tiers.chunk
+        for key in keys[begin - begin % chunk : len(keys) - len(keys) % chunk]:
+            if key in self._cached and key not in self._writing and self.tiers.lack(key):
+                self._writing.add(key)
+                self._idle.pop(key, None)
+                self._cached[key].users += 1
+                self.outgoing.append((key, self._cached[key].page))
 
     def _evict(self) -> None:
         key = next(iter(self._idle))
         node = self._cached[key].node
-        for gone in reversed(self._nodes.pop(node)) if self._radix else (key,):
+        keys = self._nodes.pop(node) if self._radix else [key]
+        if busy := [other for other in keys if other in self._writing]:
+            self._nodes[node] = busy
+        for gone in reversed(keys):
+            if gone in self._writing:
+                continue
             self._idle.pop(gone)
-            self.put_back(self._cached.pop(gone).page, 1)
+            page = self._cached.pop(gone).page
+            if self._write == "back" and self.tiers is not None and self.tiers.lack(gone):
+                self.outgoing.append((gone, page))
+            self.put_back(page, 1)
             self.evicted += 1
 
     def _split(self, key: int) -> None:

@@ -107,12 +107,16 @@ OPTIONAL = (
     Column("cached_prefill", "int64", "tokens", "of the prompt, cached at prefill"),
     Column("cached_decode", "int64", "tokens", "of the prompt, cached at decode"),
     Column("cached_host", "int64", "tokens", "of cached_prefill, from host memory"),
+    Column("cached_ssd", "int64", "tokens", "of cached_prefill, from an SSD"),
+    Column("cached_remote", "int64", "tokens", "of cached_prefill, from the remote store"),
+    Column("load", "float64", "s", "of its first step, until those are in the GPU's memory"),
+    Column("prefetch", "float64", "s", "of queueing, until a prefetch let it be queued"),
     Column("priority", "int64", "", "the higher goes first, and is not shed"),
     Column("tenant", "string", "", "who sent it"),
     Column("slo_ttft", "float64", "s", "most TTFT by its tenant's SLO"),
     Column("slo_tpot", "float64", "s", "most TPOT by its tenant's SLO"),
 )
-"""Columns of requests that only a run has with a prefix cache (the first three), with priorities, or tenants."""
+"""Columns of requests that only a run has with a prefix cache (the first seven), with priorities, or tenants."""
 
 LIVE = (
     Column("sent", "float64", "s", "the client sends it"),

@@ -11,6 +11,7 @@ from pdsim.kv.layout import KvLayout
 from pdsim.kv.messages import Submit
 from pdsim.kv.pages import PagePool, Pages, PrefixPagePool, StatePool, after
 from pdsim.kv.pages import page_pool as in_order
+from pdsim.kv.tiers import Origin, Tiers
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.requests import HASHED, Request, RequestTable
 
@@ -25,23 +26,20 @@ def page_keys(blocks: Sequence[int], tokens: int, page_size: int) -> list[int]:
     return [blocks[(end - 1) // HASHED] << 32 | end for end in ends]
 
 
-def page_pool(job: Deployment, pages: int, cached: bool, host: bool = False, block: int = 1) -> PagePool:
-    """Return a pool of so many *pages*, given out in *block*s.
-
-    With *cached* it keeps prefixes, with *host* in host memory, too.
-    """
+def page_pool(job: Deployment, pages: int, cached: bool, tiers: Tiers | None = None, block: int = 1) -> PagePool:
+    """Return a pool of so many *pages*, given out in *block*s; with *cached* it keeps prefixes, also in *tiers*."""
     if not cached:
         return in_order(job.engine.pages, pages, block)
-    cache, size = job.cache, job.page_size
-    return PrefixPagePool(pages, cache.eviction, int(cache.limit // size), int(cache.host // size) if host else 0)
+    cache = job.cache
+    return PrefixPagePool(pages, cache.eviction, int(cache.limit // job.page_size), tiers, cache.write)
 
 
 class BlockManager:
     """Gives the pages of *pool*, and rows of *state*, to rooms, and takes them back.
 
     Where the pool caches prefixes, a room's first pages may be those of others before it; *keys* are the hashes of a
-    prompt's full pages (`page_keys`).  `to_host` and `from_host` count pages of prefixes that go to host memory and
-    come back, until the scheduler has had them moved.
+    prompt's full pages (`page_keys`).  Those that come from `tiers` are `incoming`, and
+    those that go there `outgoing`, until the scheduler asks.
 
     A room that failed while its KV was on the way keeps its pages: they are in `quarantine` until it is proven that
     nothing of it moves, and `release` follows.
@@ -50,8 +48,7 @@ class BlockManager:
     def __init__(self, pool: PagePool, page_size: int, state: StatePool | None = None) -> None:
         self.pool = pool
         self.state = state
-        self.to_host = 0
-        self.from_host = 0
+        self._incoming: list[tuple[int, Origin]] = []
         self.quarantined: set[int] = set()
         self._prefixes = pool if isinstance(pool, PrefixPagePool) else None
         self._page_size = page_size
@@ -90,13 +87,18 @@ class BlockManager:
             return None if given is None else (given, 0)
         reused = pool.reuse(room, pages, keys)
         if reused is not None:
-            self.from_host += pool.loaded
+            self._incoming += pool.loaded
         return reused
 
     @property
-    def loaded(self) -> int:
-        """Of the pages that the last `allocate` gave, those that come back from host memory."""
-        return 0 if self._prefixes is None else self._prefixes.loaded
+    def loaded(self) -> Sequence[tuple[int, Origin]]:
+        """Of the pages that the last `allocate` gave, the keys of those that tiers have, and where."""
+        return () if self._prefixes is None else self._prefixes.loaded
+
+    @property
+    def tiers(self) -> Tiers | None:
+        """What keeps prefixes below GPU memory."""
+        return None if self._prefixes is None else self._prefixes.tiers
 
     def allocate_state(self, room: int, tokens: int, reach: int, pages: Pages) -> tuple[Pages, ...] | None:
         """Return the rows of state of *room*; None, and its pages are given back, if there are too few."""
@@ -109,7 +111,12 @@ class BlockManager:
     def commit(self, room: int, keys: Sequence[int]) -> None:
         """Make the first pages of *room*, whose tokens are here, known by *keys*."""
         if self._prefixes is not None:
-            self.to_host += self._prefixes.commit(room, keys)
+            self._prefixes.commit(room, keys)
+
+    def store(self, room: int, keys: Sequence[int]) -> None:
+        """Have the first pages of *room*, which are computed and known by *keys*, written to tiers, if any."""
+        if self._prefixes is not None and self._prefixes.tiers is not None:
+            self._prefixes.store(room, keys)
 
     def release(self, room: int, *, pages: bool = True) -> None:
         """Take back what *room* has: rows of state and, unless it was preempted, *pages*.
@@ -122,11 +129,39 @@ class BlockManager:
         if self.state is not None:
             self.state.release(room)
 
-    def moves(self) -> tuple[int, int]:
-        """Return how many pages of prefixes go to host memory and come back since the last call."""
-        moves = self.to_host, self.from_host
-        self.to_host = self.from_host = 0
-        return moves
+    def incoming(self) -> list[tuple[int, Origin]]:
+        """Return the key and origin of each page that comes from tiers, since the last call."""
+        incoming, self._incoming = self._incoming, []
+        return incoming
+
+    @property
+    def has_incoming(self) -> bool:
+        """Whether `incoming` has any."""
+        return bool(self._incoming)
+
+    def outgoing(self) -> list[tuple[int, int]]:
+        """Return the key and number of each page that goes to tiers, since the last call.
+
+        Once they are in host memory, `written` is to be called.
+        """
+        pool, tiers = self._prefixes, self.tiers
+        if pool is None or tiers is None or not pool.outgoing:
+            return []
+        outgoing, pool.outgoing = pool.outgoing, []
+        pool.written([key for key, _ in outgoing if not tiers.lack(key)])  # they have come by another way since
+        return [(key, page) for key, page in outgoing if tiers.lack(key)]
+
+    def match(self, keys: Sequence[int]) -> int:
+        """Return how many of *keys*, from the first on, the pool has."""
+        return 0 if self._prefixes is None else self._prefixes.match(keys)
+
+    def written(self, keys: Sequence[int]) -> None:
+        """Keep *keys*, which have reached host memory, there if it is a tier."""
+        pool = self._prefixes
+        assert pool is not None
+        assert pool.tiers is not None
+        pool.tiers.put("host", keys)
+        pool.written(keys)
 
 
 class DecodePages(BlockManager):

@@ -21,6 +21,7 @@ from pdsim.core.clock import Clock
 from pdsim.kv.messages import Submit
 from pdsim.serving.block_manager import BlockManager, page_keys, page_pool
 from pdsim.serving.deployment import Deployment
+from pdsim.serving.offload import then, tiers_of
 from pdsim.serving.policies import RoutingQuery, route, router_policy, scheduler_of, step_pieces
 from pdsim.serving.rank_process import LinkTraffic, RankProcess
 from pdsim.serving.requests import RequestTable
@@ -84,7 +85,9 @@ class _Service(RankProcess):
             report["arrivals"] = self.arrivals.times
         if self.job.cache.prefill:
             report["hits"] = {number + 1: cached for number, (cached, _) in self.hits.items()}
-            report["host_hits"] = {number + 1: loaded for number, (_, loaded) in self.hits.items() if loaded}
+            if self.job.cache.host:
+                loads = {number + 1: loaded for number, (_, loaded) in self.hits.items() if loaded}
+                report["tier_hits"] = {"host": loads}
         return report
 
     def _arrive(self, request: RoutedRequest) -> None:
@@ -168,7 +171,7 @@ class ColocatedEngine:
         self.clock = clock
         self.job = job
         self.traffic = traffic
-        pool = page_pool(job, job.decode_pages, job.cache.prefill, host=True)
+        pool = page_pool(job, job.decode_pages, job.cache.prefill, tiers_of(job, lambda: traffic[0]))
         self.pages = BlockManager(pool, job.page_size)
         self.policy = scheduler_of(job.engine)
         # pages of sliding-window layers; 0 without such layers
@@ -210,7 +213,7 @@ class ColocatedEngine:
             idle, prompts = False, bool(pieces)
             # the next step is chosen while this one runs, from what is here now
             fresh = overlap and self._look(prompts)
-            moves = any(self._moving) or self.pages.to_host or self.pages.from_host
+            moves = any(self._moving) or self.pages.has_incoming
             if moves:
                 yield from self._move()
             if pieces and self.job.engine.mixed:
@@ -229,9 +232,13 @@ class ColocatedEngine:
                 continue
             for number in self._batch.finished():
                 self._end(self._open[number])
-            if self.job.cache.prefill and self.job.cache.found == "computed":
+            if self.job.cache.prefill:
                 for one in self._open.values():
-                    self._commit(one)
+                    if self.job.cache.found == "computed":
+                        self._commit(one)
+                    if one.has_pages and self.pages.tiers is not None:
+                        self.pages.store(one.request.room, one.keys[: one.done // self.job.page_size])
+                self._store()
             for one in ends:
                 self._next_token(one)
 
@@ -301,7 +308,7 @@ class ColocatedEngine:
         if not again:
             self._open[request.room] = one
             one.cached, one.started = one.done, self.clock.now
-            one.loaded = self.pages.loaded * self.job.page_size
+            one.loaded = len(self.pages.loaded) * self.job.page_size
         return True
 
     def _window(self, one: ColocatedRequest) -> int:
@@ -363,19 +370,21 @@ class ColocatedEngine:
             self._queue.appendleft(one)
 
     def _move(self) -> Program:
-        # Prefixes go, and come back before the next step, at the rate of the links.
+        # Prefixes come back before the next step, at the rate of the links.
         rate = self.job.engine.retract_rate
         (out, back), self._moving = self._moving, [0, 0]
-        kept, loaded = self.pages.moves()
-        if kept:
-            self._offload(kept * self.job.page_size)
+        loaded = self.pages.incoming()
         for tokens, returns, most in (
             (out, False, rate),
             (back, True, rate),
-            (loaded * self.job.page_size, True, math.inf),
+            (len(loaded) * self.job.page_size, True, math.inf),
         ):
             if tokens:
                 yield self._offload(tokens, returns, most)
+
+    def _store(self) -> None:
+        if keys := [key for key, _ in self.pages.outgoing()]:
+            then(self._offload(len(keys) * self.job.page_size), lambda: self.pages.written(keys))
 
     def _offload(self, tokens: int, back: bool = False, rate: float = math.inf) -> Event:
         each = self.job.shape.token_bytes(self.job.decode.tp)

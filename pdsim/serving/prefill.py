@@ -24,7 +24,6 @@ from pdsim.kv.messages import (
     Destination,
     Dropped,
     Forward,
-    Offload,
     Submit,
     TransferDone,
     index_of,
@@ -35,6 +34,7 @@ from pdsim.kv.push import KvSender
 from pdsim.serving.block_manager import BlockManager, out_of_memory, page_keys, page_pool
 from pdsim.serving.cp_gather import ForwardGather
 from pdsim.serving.deployment import Deployment
+from pdsim.serving.offload import TierMover, TierScheduler, tiers_of
 from pdsim.serving.policies import handoff_of, step_pieces
 from pdsim.serving.rank_process import EngineRank, HandoffLeader, InstanceScheduler, Mover, Room
 from pdsim.serving.steps import PostingHost, iteration_seconds
@@ -180,13 +180,13 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
 
     def __init__(self, engine: EngineRank, worker: PrefillWorker, mover: PrefillMover) -> None:
         job = engine.job
-        pool = page_pool(job, job.prefill_pages, job.cache.prefill, host=True, block=job.prefill_block)
+        tiers = tiers_of(job, lambda: engine.traffic)
+        pool = page_pool(job, job.prefill_pages, job.cache.prefill, tiers, block=job.prefill_block)
         pages = BlockManager(pool, job.page_size, job.state_pool(mover.layout))
         super().__init__(engine, pages, job.engine.prefill)
         self.worker = worker
         self.mover = mover
         self.hits: dict[int, int] = {}  # by room: tokens that were cached
-        self.host_hits: dict[int, int] = {}  # of them, those that came back from host memory
         self._queue: deque[PrefillRequest] = deque()
         self._idle: Event | None = None
         self._next: Forward | None = None
@@ -195,6 +195,9 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
         self._ends = 0.0
         self._held_up = 0.0  # seconds that the requests which the next forward begins hold it up
         worker.launching = self.launching
+        self.tiers: TierScheduler | None = None
+        if worker.tiers is not None and tiers is not None:
+            self.tiers = TierScheduler(engine, tiers, pages, mover.layout, worker.tiers, self.wake)
         engine.handlers |= {Submit: self._submit, TransferDone: self._sent, Abort: engine.introduced(self._abort)}
 
     def begin(self) -> None:
@@ -204,7 +207,8 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
     def report(self) -> dict[str, Any]:
         """Return the numbers of pages, of open rooms on this side, and of messages that came too late."""
         counts = super().report()
-        return counts | ({"hits": self.hits, "host_hits": self.host_hits} if self.job.cache.prefill else {})
+        counts |= {"hits": self.hits} if self.job.cache.prefill else {}
+        return counts | ({} if self.tiers is None else self.tiers.report())
 
     def drop(self, incarnation: str) -> None:
         """Give up the rooms that were to go to *incarnation*, of a decode instance."""
@@ -226,15 +230,26 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
             room.priority = request.hints.priority
             room.keys = page_keys(request.hints.blocks, request.input, self.job.page_size)
         self.rooms[request.room] = room
+        if self.tiers is not None:
+            self.clock.call_at(room.ready, self._prefetch, room)
         self.handoff.accept(room)
 
     def queue(self, room: PrefillRequest) -> None:
         """Have *room* wait for its first forward, from when the host has made it known to the scheduler."""
         room.state = "queued"
+        enqueue = self._enqueue if self.tiers is None else self._after_prefetch
         if room.ready > self.clock.now:
-            self.clock.call_at(room.ready, self._enqueue, room)
+            self.clock.call_at(room.ready, enqueue, room)
         else:
-            self._enqueue(room)
+            enqueue(room)
+
+    def _prefetch(self, room: PrefillRequest) -> None:
+        assert self.tiers is not None
+        self.tiers.prefetch(room, self.pages.usable(room.keys, room.request.input))
+
+    def _after_prefetch(self, room: PrefillRequest) -> None:
+        assert self.tiers is not None
+        self.tiers.queue(room, self._enqueue)
 
     def _enqueue(self, room: PrefillRequest) -> None:
         if not room.failed:
@@ -318,13 +333,16 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
         yield from self._posting()
         forward, self._next = self._still_wanted(self._next) or self.next_forward(), None
         if forward is None:
+            if self.tiers is not None:
+                self.tiers.store()
             self.handoff.look()
             self._idle = self.clock.event()
             yield self._idle
             return
-        if self.pages.to_host or self.pages.from_host:
+        load = None if self.tiers is None else self.tiers.load([chunk.room for chunk in forward.chunks])
+        if load is not None:
             self._next = forward
-            yield self._offloaded()
+            yield load
             wanted, self._next = self._still_wanted(forward), None
             assert wanted is not None
             forward = wanted
@@ -339,11 +357,14 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
             yield from self._choose_ahead(forward)
         if not computed.processed:
             yield computed
-        if cache.prefill and cache.found == "computed":
+        if cache.prefill:
             for room, tokens in done:  # without those of a forward that has been chosen ahead since
-                self._cache(room, tokens)
-            if self.pages.to_host or self.pages.from_host:
-                self._offloaded()  # nobody waits for what goes to host memory
+                if cache.found == "computed":
+                    self._cache(room, tokens)
+                if self.tiers is not None and room.request.room in self.rooms:
+                    self.pages.store(room.request.room, room.keys[: tokens // self.job.page_size])
+        if self.tiers is not None:
+            self.tiers.store()
 
     def _choose_ahead(self, forward: Forward) -> Program:
         # The next one is chosen when the host has launched this one, and is launched while the GPU computes: what
@@ -359,14 +380,6 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
         # Without queues this thread posts: it neither chooses a forward nor looks at what has ended meanwhile.
         while self.mover.posted() > self.clock.now:
             yield self.clock.at(self.mover.posted())
-
-    def _offloaded(self) -> Event:
-        out, back = self.pages.moves()
-        layout = self.mover.layout
-        page = layout.row_bytes("kv") + layout.row_bytes("index")
-        message = Offload(self.engine.incarnation, out * page, back * page)
-        self.engine.send(self.engine.followers, message)
-        return self.worker.offload(message)
 
     def _still_wanted(self, forward: Forward | None) -> Forward | None:
         # No rank had heard of it, so none waits for it before the pages of a failed room are free.  Where others may
@@ -437,8 +450,8 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
         pages, cached = given
         if self.job.cache.prefill:
             room.done = room.gathered = self.hits[number] = cached * self.job.page_size
-            if self.pages.loaded:
-                self.host_hits[number] = self.pages.loaded * self.job.page_size
+            if self.tiers is not None:
+                self.tiers.began(number)
         rest = after(before(pages, count), held)  # a whole block of pages may be more than there are tokens for
         state = self.pages.allocate_state(number, request.input, request.input, rest)
         return None if state is None else (rest, state)
@@ -526,33 +539,21 @@ class PrefillWorker:
         self._computed_one = False  # whether one has since `_worked` was called
         self._unposted: deque[tuple[tuple[Chunk, ...], bool]] = deque()  # of forwards that have ended
         self._unsent: deque[Forward] = deque()  # that have begun, and whose chunks have not all been sent
-        self._load: Event | None = None  # the last from host memory; forwards wait for it
+        self.tiers = TierMover(engine) if job.cache.tiered else None
         self._early: list[Forward] = []  # of these, those whose cached pages wait for the chunks before them
         engine.works.append(self._worked)
-        offload = engine.current(lambda _, message: self.offload(message))
-        engine.handlers |= {Forward: engine.current(lambda _, message: self.compute(message)), Offload: offload}
+        engine.handlers[Forward] = engine.current(lambda _, message: self.compute(message))
         engine.handlers[Abort] = engine.introduced(lambda _, message: self.mover.sender.abort(message.room))
 
     def _worked(self) -> bool:
         computed, self._computed_one = self._computed_one, False
         return computed or self._computing > 0
 
-    def offload(self, message: Offload) -> Event:
-        """Move KV to host memory and back.  The event succeeds when what comes back is here."""
-        traffic = self.engine.traffic
-        if message.nbytes:
-            traffic.offload(message.nbytes)
-        if not message.back:
-            return self.engine.clock.timeout(0)
-        load, before = traffic.offload(message.back, back=True), self._load
-        self._load = load if before is None or before.processed else self.engine.clock.all_of([before, load])
-        return load
-
     def compute(self, message: Forward) -> Event:
         """Occupy the device with a forward, then move its chunks.  The event succeeds when the forward ends.
 
         A pipeline stage begins when the stages before it have passed the forward on, as long each as *message* says,
-        and what it reads is here from host memory.
+        and what it reads is here from the tiers; with ``cache.overlap`` it only ends no sooner.
         """
         self.mover.sender.expect((*message.cached, *message.chunks))
         self._computing += 1
@@ -562,12 +563,17 @@ class PrefillWorker:
         stage_seconds = message.seconds + self.engine.job.gather_seconds(sum(message.tokens))
         for stage, end in enumerate(self._passed):
             begin = self._passed[stage] = max(begin, end) + stage_seconds
-        load = None if self._load is None or self._load.processed else self._load
-        if begin > clock.now or load is not None:
+        load, beside = None if self.tiers is None else self.tiers.load, self.engine.job.cache.overlap
+        before = None if beside else load
+        if begin > clock.now or before is not None:
             forward = clock.event()
-            clock.call_at(begin, lambda done: self.engine.guard(self._pass, message, load, done), forward)
+            clock.call_at(begin, lambda done: self.engine.guard(self._pass, message, before, done), forward)
         else:
             forward = self._begin_forward(message)
+        if beside and load is not None:
+            forward = clock.all_of([forward, load])
+        if self.tiers is not None:
+            self.tiers.forward = forward
         assert forward.callbacks is not None
         forward.callbacks.append(lambda _: self.engine.guard(self._computed, message))
         return forward

@@ -182,6 +182,16 @@ class LinkTraffic(Protocol):
     def offload(self, size: int, back: bool = False, rate: float = math.inf) -> Event:
         """Move *size* bytes to host memory, or *back*, at *rate* bytes/s at most; the event is the end of it."""
 
+    @property
+    def node(self) -> int:
+        """The node that the GPU is on."""
+
+    def common(self, name: str, make: Callable[[], Any]) -> Any:
+        """Return what all ranks of the run know by *name*; the first one makes it."""
+
+    def tier(self, tier: str, size: int, objects: int, node: int = -1, out: bool = False, gpu: bool = True) -> Event:
+        """Move *size* bytes from *tier* to the GPU, or only to host memory, or *out* of that."""
+
     def exchange(self, network: float, port: float, seconds: float) -> list[Event]:
         """Move the tokens of a forward of so many *seconds* to their experts and back."""
 

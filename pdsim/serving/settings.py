@@ -127,8 +127,26 @@ class Cache:
     # a page can be used once its forward has ended; "scheduled": from its beginning on
     found: Annotated[str, "one of computed, scheduled"] = "computed"
     early: bool = False  # prefill sends cached pages when it begins the rest, instead of with its first chunk
-    host: Count = 0  # tokens of each prefill instance in host memory, which come back over PCIe when they are found
     limit: Count = 0  # most tokens of an instance's cached pages without a user; 0 is all of the pool
+    # Tiers below GPU memory (`pdsim.kv.tiers`): tokens of each prefill instance in host memory, and on an SSD of its
+    # node; of all together in a remote store (Mooncake Store, 3FS), which each reaches through its network card
+    host: Count = 0
+    ssd: Count = 0
+    remote: Count = 0
+    shared: bool = False  # host memory and SSDs are one pool of all instances; cards reach those of other nodes
+    chunk: PositiveInt = 1  # tokens of an object, which is found whole or not: LMCache has 256; at least a page
+    # when pages are written to the tiers, as SGLang's --hicache-write-policy: once computed, found again, or evicted
+    write: Annotated[str, "one of through, selective, back"] = "through"
+    # what "ssd" and "remote" have comes to host memory while the request waits (--hicache-storage-prefetch-policy):
+    # it waits for all of it, for `prefetch_timeout`, or not; with "none" it comes with what host memory has
+    prefetch: Annotated[str, "one of none, best_effort, timeout, wait_complete"] = "none"
+    prefetch_timeout: Seconds = 1.0
+    overlap: bool = False  # a forward computes while its pages come, layer by layer (SGLang); else it waits for them
+
+    @property
+    def tiered(self) -> bool:
+        """Whether there is a tier below GPU memory."""
+        return self.host + self.ssd + self.remote > 0
 
 
 @dataclass(frozen=True, kw_only=True)

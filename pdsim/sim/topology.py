@@ -10,6 +10,8 @@
     tcp      host memory - node's tcp out - links of a chain, if any - node's tcp in - host memory
     shm      host memory (read) - host memory (written)
     offload  GPU memory - PCIe - host memory              (`Topology.offload`: KV that a GPU has no room for)
+    tier     SSD, or remote store - card rx, or another node's host memory - card tx - card rx; then host memory
+             (`Topology.tier`: prefixes that memory has no room for)
     exchange                                              (`Topology.exchange`: tokens and the experts of other GPUs)
              GPU memory - PCIe out - card tx - card rx - PCIe in - GPU memory
              GPU memory - port out - port in - GPU memory
@@ -22,9 +24,9 @@ is modelled, nor packets that cross.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from simpy.events import Event
@@ -90,6 +92,7 @@ class _Node:
                 pcie, far = nic.rails * machine.gpu.pcie, nic.far * nic.rails * nic.rate
                 self.uplinks.append((network.link(f"{switch}/up", pcie), network.link(f"{switch}/down", pcie)))
                 self.crossings.append((network.link(f"{crossing}.out", far), network.link(f"{crossing}.in", far)))
+        self.storage: dict[str, tuple[Link, ...]] = {}  # of its SSDs and the remote store, once they are used
         self.hosts = 0  # ranks on the host so far
 
 
@@ -113,6 +116,8 @@ class Topology:
 
     def __init__(self, machine: Machine, network: Network) -> None:
         self.machine = machine
+        self.network = network
+        self.common: dict[str, Any] = {}  # what ranks of one run share, by name
         self._nodes = [_Node(machine, network, f"node{index}") for index in range(machine.nodes)]
         self._up: list[Link] = []  # the hops of `machine.link` toward nodes of a higher number, and of a lower
         self._down: list[Link] = []
@@ -161,11 +166,38 @@ class Topology:
         host = self._nodes[site.node].memory
         return (*self._out(site), host), (host, *reversed(self._in(site)))
 
+    def tier(self, site: Site, tier: str, node: int, out: bool) -> tuple[Link, ...]:
+        """Return the links from *tier* of *node*, as in `pdsim.kv.tiers`, to the host memory at *site*, or *out*."""
+        own, there = self._nodes[site.node], self._nodes[node]
+        if tier == "remote":
+            links = (*self._storage("store", self._nodes[0], out), *self._cards(own, site.card, out))
+        else:
+            links = self._storage("ssd", there, out) if tier == "ssd" else ()
+            if there is not own:
+                far = () if tier == "ssd" else (there.memory,)
+                links = (*far, *links, *self._cards(there, site.card, not out), *self._cards(own, site.card, out))
+        return (*links, own.memory) if links else ()
+
+    def _cards(self, node: _Node, card: int | None, out: bool) -> tuple[Link, ...]:
+        if card is None:
+            return (node.tcp_out if out else node.tcp_in,)
+        return ((node.tx if out else node.rx)[card],)
+
+    def _storage(self, kind: str, node: _Node, out: bool) -> tuple[Link, ...]:
+        storage = getattr(self.machine.host, kind)
+        rate, name = (storage.write, "write") if out else (storage.read, "read")
+        if not rate:
+            return ()
+        key = f"{kind}.{name}"
+        if key not in node.storage:
+            at = "" if kind == "store" else f"node{self._nodes.index(node)}/host/"
+            node.storage[key] = (self.network.link(at + key, rate),)
+        return node.storage[key]
+
     def exchange(self, site: Site) -> tuple[tuple[Link, ...], tuple[Link, ...]]:
         """Return the links of the GPU at *site* to GPUs of other nodes and back, and of its own node and back.
 
-        Each rank of an engine sends as much as it gets, so its own links stand for both ends, and in a mesh one link
-        for those to all peers.
+        Each rank of an engine sends as much as it gets, so its own links stand for both ends.
         """
         node = self._nodes[site.node]
         if site.gpu is None:
@@ -176,9 +208,9 @@ class Topology:
             out, into = self._to_card(site)
             network = (*out, node.tx[site.card], node.rx[site.card], *reversed(into))
         other = next((gpu for gpu in range(self.machine.gpus) if gpu != site.gpu), None)
-        if self.machine.interconnect.kind == "none" or other is None:
+        if self.machine.interconnect.kind != "switch" or other is None:
             return network, ()
-        return network, (memory, node.ports[site.gpu, other][0], node.ports[other, site.gpu][-1], memory)
+        return network, (memory, node.ports[site.gpu, other][0], node.ports[other, site.gpu][1], memory)
 
     def route(self, kind: str, source: Site, target: Site) -> Route:
         """Return how bytes get from memory at *source* to that at *target* by *kind*, as in `EngineModel.path`.
@@ -321,6 +353,7 @@ class SideTraffic:
 
     def __init__(self, clock: Clock, network: Network, offload: Ways = ((), ()), exchange: Ways = ((), ())) -> None:
         self._topology: Topology | None = None  # that `of` finds places in
+        self._site: Site | None = None
         self._clock = clock
         self._network = network
         self._offload = offload
@@ -331,8 +364,20 @@ class SideTraffic:
     def at(cls, site: Site, clock: Clock, network: Network, topology: Topology) -> SideTraffic:
         """Return what the GPU, or host, at *site* puts on the links of *topology*."""
         fabric = cls(clock, network, topology.offload(site), topology.exchange(site))
-        fabric._topology = topology
+        fabric._topology, fabric._site = topology, site
         return fabric
+
+    @property
+    def node(self) -> int:
+        """The node that it is on."""
+        return 0 if self._site is None else self._site.node
+
+    def common(self, name: str, make: Callable[[], Any]) -> Any:
+        """Return what all ranks of the run know by *name*; the first one *make*s it."""
+        assert self._topology is not None, "made by SideTraffic.at"
+        if name not in self._topology.common:
+            self._topology.common[name] = make()
+        return self._topology.common[name]
 
     def of(self, place: Place) -> SideTraffic:
         """Return what another GPU puts there: for a rank that stands for an engine of many."""
@@ -346,6 +391,32 @@ class SideTraffic:
             return self._clock.timeout(0)
         done = self._clock.event()
         self._network.start(self._network.path(links, rate), size, self._carried, done)
+        return done
+
+    def tier(self, tier: str, size: int, objects: int, node: int = -1, out: bool = False, gpu: bool = True) -> Event:
+        """Move *size* bytes, in *objects*, from *tier* of *node*, or this one (-1), into host memory or *out* of it.
+
+        With *gpu* they go on to the GPU, as they come.
+        """
+        topology, site = self._topology, self._site
+        assert topology is not None, "made by SideTraffic.at"
+        assert site is not None, "made by SideTraffic.at"
+        host, nic = topology.machine.host, topology.machine.nic
+        node = site.node if node < 0 else node
+        links = (*topology.tier(site, tier, node, out), *(self._offload[True] if gpu else ()))
+        delay = nic.latency if tier == "remote" or node != site.node else 0.0
+        if tier != "host":
+            storage = host.store if tier == "remote" else host.ssd
+            delay += storage.latency + objects * storage.object
+        done, path = self._clock.event(), self._network.path(links)
+
+        def start(_: None) -> None:
+            self._network.start(path, size, self._carried, done)
+
+        if delay:
+            self._clock.call_at(self._clock.now + delay, start, None)
+        else:
+            start(None)
         return done
 
     def exchange(self, network: float, port: float, seconds: float) -> list[Event]:

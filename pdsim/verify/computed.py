@@ -45,7 +45,10 @@ class ComputedChecker:
         self._schedulers: dict[str, Any] = {}  # by instance, of its last incarnation
         self._ranks: dict[str, dict[str, Any]] = {}  # by instance and name
         self._prompts: dict[int, int] = {}  # by room
-        self._loads: dict[int, list[tuple[int, Pages, int]]] = {}  # by program: pages that come from host memory
+        self._stores: dict[int, list[list[tuple[int, int]]]] = {}  # by program: keys and pages that go to tiers
+        self._waiting: dict[int, list[list[Any]]] = {}  # those that go when so many forwards have ended
+        self._loads: dict[int, list[tuple[int, int]]] = {}  # and that come from them
+        self._kept: dict[tuple[int, int], bytes] = {}  # by rank of an instance and key: what tiers have
         self._done: dict[str, dict[int, int]] = {}  # by rank and room: tokens that are computed, in this incarnation
 
     def joined(self, member: Any) -> None:
@@ -65,12 +68,14 @@ class ComputedChecker:
         self._ranks.setdefault(name.partition(".")[0], {})[name] = member
         if scheduler is not None:
             self._schedulers[name.partition(".")[0]] = scheduler
-            if scheduler.job.cache.host:
-                pool = scheduler.pages.pool
+            if scheduler.tiers is not None:
+                pool, pages = scheduler.pages.pool, scheduler.pages
                 pool.reuse = partial(self._reuse, member, pool.reuse)
+                pages.outgoing = partial(self._outgoing, member, pages.outgoing)
             scheduler.iteration_seconds = partial(self._timed, name, scheduler.iteration_seconds)
             scheduler.next_forward = partial(self._chosen, name, scheduler.next_forward)
-        worker.offload = partial(self._offloaded, member, worker.offload)
+        if worker.tiers is not None:
+            worker.tiers.move = partial(self._moved, member, worker.tiers.move)
         worker.compute = partial(self._compute, member, worker.compute)
         contents.computed = partial(self._own, name)
 
@@ -135,6 +140,7 @@ class ComputedChecker:
                 if span.chunk == chunk.index:
                     done[chunk.room] = max(done.get(chunk.room, 0), span.end)
                     self._write(member, chunk.room, span.start)
+        self._store(member, 1)
 
     def _write(self, member: Any, room: int, start: int) -> None:
         scheduler, page_size = self._schedulers[member.rank.name.partition(".")[0]], member.job.page_size
@@ -148,31 +154,61 @@ class ComputedChecker:
         else:
             member.mover.contents.fill(room, after(pages, start // page_size), start // page_size * page_size)
 
+    def _outgoing(self, member: Any, outgoing: Callable[[], list[tuple[int, int]]]) -> list[tuple[int, int]]:
+        pages = outgoing()
+        if pages:
+            for other in self._alive(member):
+                self._stores.setdefault(id(other), []).append(pages)
+        return pages
+
     def _reuse(self, member: Any, reuse: Callable[..., Any], room: int, count: int, keys: Any) -> Any:
-        given, pool = reuse(room, count, keys), member.scheduler.pages.pool
-        if given is not None and pool.loaded:  # they come from host memory, and are here when that has ended
-            first, page_size = given[1] - pool.loaded, member.job.page_size
-            for other in self._ranks[member.rank.name.partition(".")[0]].values():
-                lives = other.rank.endpoint.ended is None and other.rank.device.holds_bytes
-                if lives and other.incarnation == member.incarnation:
-                    back = [page for start, size in given[0] for page in range(start, start + size)][
-                        first : given[1]
-                    ]
-                    self._loads.setdefault(id(other), []).append(
-                        (room, tuple((page, 1) for page in back), first * page_size)
-                    )
+        given, loaded = reuse(room, count, keys), member.scheduler.pages.pool.loaded
+        if given is not None and loaded:  # they come from tiers, and are here when that has ended
+            pages = [page for start, size in given[0] for page in range(start, start + size)]
+            back = [(key, page) for (key, _), page in zip(loaded, pages[given[1] - len(loaded) :], strict=False)]
+            for other in self._alive(member):
+                self._loads.setdefault(id(other), []).extend(back)
         return given
 
-    def _offloaded(self, member: Any, offload: Callable[[Any], Any], message: Any) -> Any:
-        moved, loads = offload(message), self._loads.pop(id(member), [])
+    def _alive(self, leader: Any) -> list[Any]:
+        ranks = self._ranks[leader.rank.name.partition(".")[0]].values()
+        return [
+            rank
+            for rank in ranks
+            if rank.rank.endpoint.ended is None
+            and rank.rank.device.holds_bytes
+            and rank.incarnation == leader.incarnation
+        ]
+
+    def _moved(self, member: Any, move: Callable[[Any], Any], message: Any) -> Any:
+        # What goes to tiers is what forwards that have begun leave; what comes is what went there with that key.
+        if message.nbytes or message.writes:
+            stores = self._stores.get(id(member))  # none of a rank that has been started again since
+            if stores:
+                self._waiting.setdefault(id(member), []).append([member.worker._computing, stores.pop(0)])
+            self._store(member, 0)
+        loads = self._loads.pop(id(member), []) if message.reads and not message.prefetch else []
+        moved = move(message)
 
         def loaded(_: Any) -> None:
-            for load in loads:
-                member.mover.contents.fill_again(*load)
+            for key, page in loads:
+                data = self._kept.get((member.index, key))
+                if data is None:
+                    self._report("I10", f"page {page} on {member.rank.name} comes from a tier that was not given it")
+                else:
+                    member.mover.contents.put_page(page, data)
 
         if loads:
             moved.callbacks.insert(0, loaded)
         return moved
+
+    def _store(self, member: Any, ended: int) -> None:
+        waiting = self._waiting.get(id(member), [])
+        for one in waiting:
+            one[0] -= ended
+        while waiting and not waiting[0][0]:
+            for key, page in waiting.pop(0)[1]:
+                self._kept[member.index, key] = member.mover.contents.page_bytes(page)
 
     def _marks(self, room: int, tokens: range) -> npt.NDArray[np.uint64]:
         marks = np.zeros(len(tokens), np.uint64)

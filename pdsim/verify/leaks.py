@@ -22,12 +22,13 @@ from pdsim.serving.router import Router
 
 _NOT_STATE = frozenset(
     {"rank", "job", "clock", "handlers", "layout", "requests", "log", "fallbacks", "_over"}
-    | {"host", "posts", "_variation", "hits", "host_hits", "changes"}
+    | {"host", "posts", "_variation", "hits", "tier_hits", "tier_pages", "changes"}
+    | {"load_seconds", "prefetch_seconds", "loaded"}
 )
 """Attributes that are not counted: not the protocol's own, statistics, drawn ahead, or remembered for longer than a
 scenario lasts (`pdsim.kv.rooms.OVER`)."""
 
-_POOLS = frozenset({"_starts", "_counts", "_free", "unused", "_cached", "_idle", "_nodes", "_host"})
+_POOLS = frozenset({"_starts", "_counts", "_free", "unused", "_cached", "_idle", "_nodes", "_kept"})
 """Lists of what is free, also of pages that keep a prefix; how much that is says what is owned."""
 
 _NUMBERED = frozenset({"_fences"})

@@ -182,12 +182,6 @@ def gathers_out_of_turn(self: PrefillWorker, message: Any, computed: Any, done: 
     fire(done)
 
 
-def passes_at_once(self: PrefillWorker, message: Any, load: Any, done: Any) -> None:
-    forward = self._begin_forward(message)
-    assert forward.callbacks is not None
-    forward.callbacks.append(lambda _: fire(done))
-
-
 DEFECTS = [
     # D11: slots of a room whose writer was silent, and given up, when it asked
     (101759, 6, "late silences", (PushDecode, "_ask", answers_any), "I8"),
@@ -196,13 +190,11 @@ DEFECTS = [
     # D15: ranks of an instance wrote two rooms in different orders, and a reader learned of a last chunk first
     (462, 4, "delays hosts shuffle", (PrefillWorker, "_computed", takes_its_own), "I7"),
     # pages of an aborted room were free while its forward waited for others from host memory
-    (1752, 12, "aborts pulls caches", (PrefillScheduler, "_still_wanted", lambda _, forward: forward), "I3"),
+    (197, 12, "aborts pulls caches", (PrefillScheduler, "_still_wanted", lambda _, forward: forward), "I3"),
     # a follower sent cached pages before the chunks of the forward before, its leader after them
     (75, 12, "edges hosts caches", (PrefillWorker, "_started", lambda self, it: self.mover.started(it)), "I7"),
     # two forwards of a later stage gathered at a time, and not in one order on all ranks
     (19, 2, "delays layouts gathers", (PrefillWorker, "_gathered", gathers_out_of_turn), "I5"),
-    # a follower sent what was still on its way from host memory
-    (537, 34, "squeezes nodes caches", (PrefillWorker, "_pass", passes_at_once), "I2"),
     # D5: a message to an earlier incarnation left a room behind at a rank that was started again
     (6031, 39, "delays slow kills restarts", (PushDecode, "_arrive", takes_any), "I8"),
 ]
