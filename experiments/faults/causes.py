@@ -122,6 +122,7 @@ class Causes:
         self._left: dict[str, Span] = {}  # instances, from when they left until they must be connected again
         self._histories: list[History] = []
         self._statuses: list[str] = []
+        self._nbytes: list[int] = []
         self._held: Set[int] = frozenset()
         self._broken: Set[int] = frozenset()
 
@@ -169,6 +170,7 @@ class Causes:
         }
         self._histories = [History(ended, [tuple(row) for row in rows]) for ended, rows in value["histories"]]
         self._statuses = [row[3] for row in value["rows"]]
+        self._nbytes = [row[2] for row in value["rows"]]
         self._held = held
         return self._statuses
 
@@ -236,6 +238,19 @@ class Causes:
                     yield f"request {number} was sent out anew, and neither of {pair} was lost in room {room}"
                 if room in moved:
                     yield f"request {number} was sent out anew, though a transfer of room {room} was posted"
+
+    def miscounted(self, nbytes: Mapping[int, int]) -> Iterator[str]:
+        """Yield each request that was served with another number of bytes than its room moved, by *nbytes*.
+
+        The account of a request may be lost with its prefill instance, and a killed rank keeps none.
+        """
+        lost = self._outages or self._left
+        for number, (past, status, told) in enumerate(
+            zip(self._histories, self._statuses, self._nbytes, strict=True)
+        ):
+            moved = nbytes.get(past.tries[-1][1], 0) if past.tries else 0
+            if status == "ok" and (moved > told > 0 if lost else moved != told):
+                yield f"request {number} is served with {told} bytes, its room moved {moved}"
 
     def _lost(self, status: str, past: History) -> bool:
         if re.search(r"no \w+ instance is left", status):

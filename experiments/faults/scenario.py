@@ -341,9 +341,9 @@ def attempt(scenario: Scenario) -> Tried:
     for rank in outcome.ranks.values():
         checks.bounds.transferred(rank.transfers, timeout)
     statuses = causes.know(outcome, checks.held, checks.broken_rooms)
-    violations = checks.finish(
-        statuses, causes.request, causes.unrecovered(outcome), causes.sent_wrongly(checks.bounds.moved)
-    )
+    bounds = checks.bounds
+    wrong = causes.unrecovered(outcome), causes.sent_wrongly(bounds.moved), causes.miscounted(bounds.nbytes)
+    violations = checks.finish(statuses, causes.request, *wrong)
     counts = dict(Counter(status.partition(":")[0] for status in statuses))
     return Tried(scenario.seed, violations, counts, outcome.events, scenario.text, dict(checks.reached))
 
@@ -479,8 +479,8 @@ def _losses(
     if "restarts" in kinds:  # within a second of the end, and the others of the instance within a second after that
         own = random("restarts")
         for name, at in kill.items():
-            again = at + float(own.uniform(0.01, 1.0))
-            later = again + float(own.uniform(0.01, 1.0))
+            again = at + 10.0 ** float(own.uniform(-2.0, 0.0))  # half of the time before its peers' engines notice
+            later = again + 10.0 ** float(own.uniform(-2.0, 0.0))
             restart |= {other: again if other == name else later for other in job.ranks(instance_of(name))}
     if "together" in kinds:  # half of the time they start again at the same instant, else up to a few messages apart
         own = random("together")

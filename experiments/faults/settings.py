@@ -111,6 +111,7 @@ def another_engine(engine: Engine, random: np.random.Generator) -> Engine:
         "pipelined": chance[1] < 0.35,
         "in_order": chance[2] < 0.5,
         "streams": chance[6] < 0.5,
+        "one_stream": chance[7] >= 0.5,
         "queues": 1 + int(3 * chance[3]),
         "queue_rate": 1e6 if chance[4] < 0.5 else inf,
         "wire_descriptor": 1e-5 * (chance[5] < 0.5),

@@ -4,20 +4,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
-from pdsim.kv.messages import Arrival, Status, Submit
+from pdsim.kv.messages import Arrival, Finished, Status, Submit, instance_of
 from pdsim.kv.pull import KvReader
 from pdsim.kv.push import KvSender
 from pdsim.kv.receiver import KvReceiver
 from pdsim.serving.decode import DecodeScheduler
+from pdsim.serving.prefill import PrefillWorker
 from pdsim.serving.router import Router
 from pdsim.transfer import Batch, TransferRecord
 
 _ROUNDING = 1e-9
 """Seconds by which two sums of the same times may differ."""
+
+_PHASES = ("noticed", "started", "prefilled", "arrived", "polled", "joined", "finished")
+"""Times of `Finished` that follow each other in a pushed and in a pulled handoff."""
 
 
 class BoundsChecker:
@@ -26,11 +31,15 @@ class BoundsChecker:
     def __init__(self, report: Callable[[str, str], None]) -> None:
         self._report = report
         self.moved: set[int] = set()  # rooms that have posted a transfer
+        self.nbytes = Counter[int]()  # by room: of transfers that succeeded, and of metadata in messages
         self._members: dict[str, Any] = {}
         self._rooms: dict[int, Submit] = {}
         self._arrived: Counter[tuple[str, str, int, int]] = Counter()  # by rank, incarnation, room and writer
         self._coming: dict[int, Any] = {}  # by program: the end of what comes back from host memory
+        self._loading: dict[int, list[Any]] = {}  # by program of prefill: the ends of what comes back
+        self._needs: dict[tuple[int, int], list[Any]] = {}  # by program and forward: those that it waits for
         self._written: dict[tuple[str, str, int, int], int] = {}  # so many there are
+        self._ends: dict[tuple[int, int], int] = {}  # by batch and room: the step in which it may end, or later
 
     def submitted(self, request: Submit) -> None:
         """Note how many tokens *request* has."""
@@ -40,6 +49,8 @@ class BoundsChecker:
         """Watch *member*, a rank's program."""
         self._members[member.rank.name] = member
         if isinstance(member, Router):
+            registry: Any = member.registry
+            registry.choose = partial(self._chosen, registry, registry.choose)
             return
         scheduler: Any = member.scheduler
         if isinstance(scheduler, DecodeScheduler):
@@ -48,8 +59,22 @@ class BoundsChecker:
             watched._begin_step = partial(self._begins, member, scheduler._begin_step)
             watched.mover.offload = partial(self._moves, member, scheduler.mover.offload)
             watched.batch.join = partial(self._entered, member, scheduler.batch.join)
+            watched.batch.finished = partial(self._leaves, scheduler.batch, scheduler.batch.finished)
+        if isinstance(member.worker, PrefillWorker):
+            worker: Any = member.worker
+            worker.offload = partial(self._loads, member, worker.offload)
+            worker.compute = partial(self._computes, member, worker.compute)
+            worker._begin_forward = partial(self._forward_begins, member, worker._begin_forward)
         if scheduler is not None:
             _Stall(self._report, member, scheduler.blocked)
+            for holder, name in (
+                (scheduler, "timers"),
+                (scheduler.handoff, "_timers"),
+                (scheduler.handoff, "_leases"),
+            ):
+                timers: Any = getattr(holder, name, None)
+                if timers is not None:
+                    timers._ring = partial(self._rings, member, timers, timers._ring)
         receiver = getattr(member.mover, "receiver", None)
         if isinstance(receiver, KvReceiver):
             kv: Any = receiver
@@ -59,11 +84,29 @@ class BoundsChecker:
                 for name in ("ask", "scatter", "give_back", "forget", "_expire"):
                     setattr(kv.landing, name, partial(self._in_line, member, kv.landing, getattr(kv.landing, name)))
 
+    def said(self, arrival: Arrival) -> None:
+        """Count the metadata that *arrival* brings."""
+        self.nbytes[arrival.room] += sum(map(len, arrival.rows))
+
+    def finished(self, message: Finished) -> None:
+        """Check that the times of *message* follow each other."""
+        times = [(name, getattr(message, name)) for name in _PHASES]
+        if message.first is not None:
+            times[-1:] = [("first", message.first), times[-1]]
+        for (first, one), (then, other) in pairwise(times):
+            if one > other + _ROUNDING and then != "first":
+                self._report("I14", f"room {message.room}: {then} at {other:g} s, {first} at {one:g} s")
+        if message.first is not None and message.first < message.polled - _ROUNDING:
+            self._report(
+                "I14", f"the first token of room {message.room} is out at {message.first:g} s, before its KV"
+            )
+
     def posted(self, batch: Batch, label: str) -> None:
-        """Check that the room of what is posted has not failed at the rank that posts it."""
+        """Check that the room of what is posted has not failed at the rank that posts it, and its send queues."""
         number = int(label.partition("/")[0])
         self.moved.add(number)
         for owner in {batch.source.owner, batch.target.owner}:
+            self._check_credits(owner)
             mover = getattr(self._members.get(owner), "mover", None)
             part = getattr(mover, "sender", None) or getattr(mover, "receiver", None)
             if not isinstance(part, KvSender | KvReader):
@@ -77,6 +120,8 @@ class BoundsChecker:
         for record in records:
             if record.operation not in ("write", "read"):
                 continue  # a collective has a limit of its own
+            if record.status == "ok":
+                self.nbytes[int(record.label.partition("/")[0])] += record.nbytes
             seconds = record.completed - record.submitted
             early = record.status == "TransferTimeout" and seconds < limit - _ROUNDING
             if seconds > limit + _ROUNDING or early:
@@ -95,6 +140,30 @@ class BoundsChecker:
             self._coming[id(member)] = moved
         return moved
 
+    def _rings(self, member: Any, timers: Any, ring: Callable[[None], None], _: None) -> None:
+        ring(None)
+        late = [key for key, limit in timers._limits.items() if limit < member.clock.now - _ROUNDING]
+        if late:
+            self._report("I15", f"the time of room {late[0]} on {member.rank.name} is over, and nobody saw to it")
+
+    def _loads(self, member: Any, offload: Callable[[Any], Any], message: Any) -> Any:
+        load = offload(message)
+        if message.back:
+            left = [one for one in self._loading.get(id(member), ()) if not one.triggered]
+            self._loading[id(member)] = [*left, load]
+        return load
+
+    def _computes(self, member: Any, compute: Callable[[Any], Any], message: Any) -> Any:
+        loading = [one for one in self._loading.get(id(member), ()) if not one.triggered]
+        if loading:
+            self._needs[id(member), id(message)] = loading
+        return compute(message)
+
+    def _forward_begins(self, member: Any, begin: Callable[[Any], Any], message: Any) -> Any:
+        if not all(one.triggered for one in self._needs.pop((id(member), id(message)), ())):
+            self._report("I10", f"{member.rank.name} begins a forward with KV that is not back from host memory")
+        return begin(message)
+
     def _begins(self, member: Any, begin: Callable[[], None]) -> None:
         coming = self._coming.get(id(member))
         if coming is not None and not coming.triggered:
@@ -109,6 +178,35 @@ class BoundsChecker:
             what = f"room {number} is decoded to {context + steps} tokens on {member.rank.name}"
             self._report("I14", f"{what}, of {request.input} + {request.output}")
         join(number, context, steps)
+        batch, most = member.scheduler.batch, 1 + member.job.engine.draft
+        self._ends[id(batch), number] = batch._step + -(-steps // most)
+
+    def _leaves(self, batch: Any, finished: Callable[[], Iterator[int]]) -> Iterator[int]:
+        for number in finished():
+            if batch._step < self._ends.pop((id(batch), number), 0):
+                self._report("I14", f"room {number} ends before it has all its tokens")
+            yield number
+
+    def _chosen(self, registry: Any, choose: Callable[..., Any], room: int, *query: Any) -> Any:
+        pair = choose(room, *query)
+        for name in map(instance_of, pair or ()):
+            if name in registry.resting:
+                self._report("I13", f"{name} drains, and is given room {room}")
+        return pair
+
+    def _check_credits(self, owner: str) -> None:
+        # One that exceeds the queue by itself may have it alone.
+        endpoint: Any = getattr(getattr(self._members.get(owner), "rank", None), "endpoint", None)
+        for peer, connection in getattr(endpoint, "_connections", {}).items():
+            queue = connection.send_queue
+            if 0 < queue._depth < queue.outstanding:
+                own = [one for one in endpoint.moving.values() if one.connection is connection]
+                under_way = [one for one in own if one.posting is not None and one.posting.posted is not None]
+                if sum(not one.posting.aborted for one in under_way) > 1:
+                    what = (
+                        f"{queue.outstanding} descriptors are outstanding to {peer}, of {queue._depth} that may be"
+                    )
+                    self._report("I15", f"{owner}: {what}")
 
     def _counted(
         self, member: Any, arrive: Callable[..., None], arrival: Arrival, reason: str = "", count: int = 1

@@ -19,6 +19,7 @@ from pdsim.core.errors import MessageError
 from pdsim.kv.contents import Contents
 from pdsim.kv.messages import (
     ROUTER,
+    Arrival,
     Chunk,
     Destination,
     Finished,
@@ -59,9 +60,9 @@ INVARIANTS = {
     "I10": "Prefill sends only what finished forwards have computed.",
     "I11": "A request is sent anew only after a loss, in another room, as often as it may be.",
     "I12": "Pages out of quarantine, and free staging slots, go to whoever waits.",
-    "I13": "Failed rooms post nothing; rooms of users who left end with the step.",
-    "I14": "All output tokens are decoded; each write counts once.",
-    "I15": "Transfers end by their deadline; nothing is given up sooner.",
+    "I13": "Failed rooms post nothing, draining instances get none; rooms of users who left end with the step.",
+    "I14": "All output tokens are decoded, stages in order; writes and bytes count once.",
+    "I15": "Transfers end by their deadline; nothing is given up sooner; send queues keep their depth.",
 }
 """The checked invariants, by name; `docs/faults.md` has the table."""
 
@@ -120,6 +121,7 @@ class InvariantChecker(Observer):
             TransferDone: self._on_done,
             Finished: self._on_finished,
             Stop: self._on_stop,
+            Arrival: lambda _, message: self.bounds.said(message),
         }
         self._stopped = False
 
@@ -200,11 +202,13 @@ class InvariantChecker(Observer):
         explained: Callable[[int, str], bool] = lambda _, __: False,
         unrecovered: Iterable[str] = (),
         sent_wrongly: Iterable[str] = (),
+        miscounted: Iterable[str] = (),
     ) -> list[Violation]:
         """Return all violations, also of the requests whose *statuses* the router kept.
 
         *explained* says whether the request of a number may have ended with a status other than ok; *unrecovered*
-        tells of pairs that did not serve when they should have (I9), *sent_wrongly* of requests (I11).
+        tells of pairs that did not serve when they should have (I9), *sent_wrongly* of requests (I11), and
+        *miscounted* of their bytes (I14).
         """
         for number, status in enumerate(statuses):
             if not status:
@@ -215,6 +219,8 @@ class InvariantChecker(Observer):
             self._report("I9", what)
         for what in sent_wrongly:
             self._report("I11", what)
+        for what in miscounted:
+            self._report("I14", what)
         self._check_order()
         return self.violations
 
@@ -252,6 +258,7 @@ class InvariantChecker(Observer):
             self._report("I1", f"room {message.room} failed on {sender}, which says that it is written")
 
     def _on_finished(self, _: str, message: Finished) -> None:
+        self.bounds.finished(message)
         if message.room not in self._targets:
             self._report("I2", f"room {message.room} finished without a destination")
             return

@@ -27,7 +27,7 @@ from pdsim.results.record import Result
 from pdsim.serving.handoff.push import PushDecode
 from pdsim.serving.prefill import PrefillScheduler, PrefillWorker
 from pdsim.serving.settings import Cache, HostCosts, ServingEngine
-from tests.mutants.catalog import patched
+from tests.mutants.mutant import patched
 from tests.support.configs import make_config
 
 FIRST = {"delays", "late", "stray", "shuffle", "slow", "squeezes", "aborts", "kills", "restarts", "torn"}

@@ -22,7 +22,7 @@ from pdsim.sim.links import Link
 from pdsim.sim.model import Model
 from pdsim.transfer.job import Outcome
 from pdsim.verify.laws import LawChecker, broken
-from tests.mutants.catalog import patched
+from tests.mutants.mutant import patched
 
 
 def run(scenario: Scenario, checker: LawChecker | None) -> Outcome:

@@ -8,19 +8,16 @@ from those that need not be run; they count as seeds all the same.  What is too 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from dataclasses import replace as replaced
 from functools import partial
-from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 from msgspec.structs import replace as changed
 
 from experiments.faults import scenario as scenarios
-from experiments.faults.scenario import Scenario, attempt, draw
+from experiments.faults.scenario import Scenario
 from pdsim.core.clock import fire
 from pdsim.core.errors import TransferError, TransferFailed, TransferTimeout
 from pdsim.hardware.machine import Interconnect
@@ -34,87 +31,20 @@ from pdsim.kv.pull import KvReader
 from pdsim.kv.push import GatherBuffers, KvSender, Queues
 from pdsim.kv.receiver import KvReceiver, Ring, StagingReceiver
 from pdsim.models.llm import Side
-from pdsim.serving import block_manager, prefill, router
-from pdsim.serving.block_manager import DecodePages
+from pdsim.serving import block_manager, membership, prefill, router
+from pdsim.serving.block_manager import DecodePages, QuarantineStall
 from pdsim.serving.decode import DecodeScheduler, Preemption
-from pdsim.serving.handoff.pull import PullPrefillLeader
+from pdsim.serving.handoff.pull import PullDecodeLeader, PullPrefillLeader
 from pdsim.serving.handoff.push import PushDecode, PushDecodeLeader
 from pdsim.serving.membership import Membership
 from pdsim.serving.prefill import PrefillScheduler, PrefillWorker
 from pdsim.serving.rank_process import EngineRank
 from pdsim.serving.settings import ServingEngine
+from pdsim.serving.steps import RunningBatch
 from pdsim.sim.endpoint import SimEndpoint
 from pdsim.sim.posting import SendQueue
 from pdsim.transfer import Transfer
-
-Change = tuple[Any, str, Any]
-"""Owner, attribute, and what it becomes; a function with a parameter *original* is given what was there first."""
-
-REQUESTS = 50
-"""Of each scenario."""
-
-INTENSITY = 0.4
-"""Probability of each kind of fault."""
-
-LIMIT = 2000
-"""Seeds, from 0 on, within which every mutant must be caught."""
-
-
-class Caught(NamedTuple):
-    """How a mutant was caught."""
-
-    seeds: int  # that were needed
-    run: int  # of which so many were run: the change could show
-    invariants: list[str]  # that did not hold in the last
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One defect: *hazard* it stands for, *what* is changed, and the *invariant* that catches it.
-
-    *setting* changes what is drawn; under it alone nothing may be found.
-    """
-
-    hazard: str
-    what: str
-    invariant: str
-    changes: tuple[Change, ...]
-    relevant: Callable[[Scenario], bool] = lambda _: True
-    setting: tuple[Change, ...] = ()
-
-    def catch(self, seeds: Iterable[int] = range(LIMIT)) -> Caught | None:
-        """Explore *seeds* until *invariant* does not hold; return None if it always does."""
-        # kinds that would undo its setting: they choose ranks, machine, policy or the program of decode
-        kinds = ("caches", "gathers", "held", "layouts", "nodes", "policies", "sizes")
-        without, run = frozenset(kinds if self.setting else ()), 0
-        for seed in seeds:
-            with patched(self.setting):
-                scenario = draw(seed, REQUESTS, INTENSITY, without)
-                if not self.relevant(scenario):
-                    continue
-                run += 1
-                with patched(self.changes):
-                    broken = {violation.invariant for violation in attempt(scenario).violations}
-                if self.invariant in broken:
-                    assert not self.setting or not attempt(scenario).violations, (
-                        f"seed {seed} is not clean unchanged"
-                    )
-                    return Caught(seed + 1, run, sorted(broken))
-        return None
-
-
-@contextmanager
-def patched(changes: tuple[Change, ...]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for owner, name, value in changes:
-            stack.enter_context(patch.object(owner, name, _replacement(getattr(owner, name), value)))
-        yield
-
-
-def _replacement(original: Any, value: Any) -> Any:
-    if not callable(value) or "original" not in signature(value).parameters:
-        return value
-    return lambda *arguments, **options: value(original, *arguments, **options)
+from tests.mutants.mutant import Mutant
 
 
 def both_back(scenario: Scenario) -> bool:
@@ -504,6 +434,39 @@ def gathers_out_of_turn(self: PrefillWorker, message: Any, computed: Any, done: 
         fire(done)
 
 
+def asks_the_resting(original: Any, self: Any, *query: Any) -> Any:
+    with patch.object(self, "_resting", set()):
+        return original(self, *query)
+
+
+def counts_no_bytes(original: Any, self: KvSender, write: Any, event: Any) -> None:
+    write.room.nbytes -= event.batch.nbytes if event.ok else 0
+    original(self, write, event)
+
+
+def a_step_early(original: Any, self: RunningBatch) -> Iterator[int]:
+    self._step += 1
+    gone = list(original(self))
+    self._step -= 1
+    return iter(gone)
+
+
+def waits_for_no_load(original: Any, self: PrefillWorker, message: Any) -> Any:
+    self._load = None
+    return original(self, message)
+
+
+def renews_in_place(self: PullPrefillLeader, _: str, message: Any) -> None:
+    for number in message.rooms:
+        if number in self._kept and self._kept[number].state != "revoked":
+            self._leases.add(number)
+
+
+def keeps_the_source(original: Any, self: PullDecodeLeader, number: int) -> None:
+    self._sources.pop(number, None)
+    original(self, number)
+
+
 MUTANTS = (
     Mutant("Z1", "a status is the greater of old and new, so that a failure can become a success", "I1",
            ((push, "advance", lambda old, new: max(old, new)), (KvSender, "_broken", counted_as_done),
@@ -655,6 +618,23 @@ MUTANTS = (
     Mutant("M3", "an instance that has left does not end", "I5",
            ((EngineRank, "_stop", lambda original, self, sender, message:
              isinstance(message, Leave) or original(self, sender, message)),), changing),
+    Mutant("M4", "a draining instance is given requests", "I13",
+           ((membership._Side, "query", asks_the_resting),), changing),
+    Mutant("P5", "a renewed lease keeps its place among others", "I15",
+           ((PullPrefillLeader, "_renew", renews_in_place),), lambda s: s.job.engine.handoff == "pull"),
+    Mutant("P6", "pages of a request that decode never admits stay at prefill", "I8",
+           ((PullDecodeLeader, "unadmitted", keeps_the_source),), failing, PULLED),
+    Mutant("S15", "the bytes of a write are not counted", "I14", ((KvSender, "_written", counts_no_bytes),)),
+    Mutant("S16", "a request leaves the batch a step early", "I14", ((RunningBatch, "finished", a_step_early),)),
+    Mutant("C11", "a send queue takes a post as long as it has any room", "I15",
+           ((SendQueue, "_has_room", lambda self, _: self.outstanding < self._depth or not self.outstanding),),
+           lambda s: bool(s.engine.intra.depth)),
+    Mutant("C12", "a forward does not wait for pages from host memory", "I10",
+           ((PrefillWorker, "compute", waits_for_no_load),), lambda s: s.job.cache.host > 0),
+    Mutant("C13", "a queue that was blocked once gives up at once the next time", "I15",
+           ((QuarantineStall, "clear", nothing),)),
+    Mutant("C14", "a chunk that waits no longer holds up those behind it", "I12",
+           ((StagingReceiver, "_expire", lambda self, key: self.ring.withdraw(key) and self._refuse(key)),), staged),
 )  # fmt: skip
 
 IMPOSSIBLE = {
