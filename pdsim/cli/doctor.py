@@ -104,7 +104,7 @@ def host(as_json: bool = False) -> str:
     if as_json:
         return json.dumps({"measured": rows, "set": {_FACTOR: round(factor, 2)}, "calibrations": lines}, indent=2)
     table = [
-        ["median of", "here", "least to most", "hosts of data/live"],
+        ["median of", "here", "least to most", "hosts with 2 x H200"],
         *(_row(name, rows[name]) for name in rows),
     ]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
