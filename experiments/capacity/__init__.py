@@ -148,9 +148,9 @@ def run(config: Config, _: Target, progress: ShowProgress) -> Result:
     workload = replace(config.workload, load=0.0)
     most = max(options.requests, options.final_requests)
     drawn = draw(replace(workload, count=min(most, workload.count or most)), config.seed, config.model.context)
-    if tenants := workload.tenants:  # closed form rules out what fails the loosest limits
-        loosest = Slo(ttft=max(each.ttft for each in tenants), tpot=max(each.tpot for each in tenants))
-        config = replace(config, slo=loosest)
+    if tenants := workload.tenants:  # all of them share the steps of decode, and each waits for its own prompts
+        limits = Slo(ttft=max(each.ttft for each in tenants), tpot=min(each.tpot for each in tenants))
+        config = replace(config, slo=limits)
     shapes = listed(options.prefill_tp, options.decode_tp, options.instances, options.deployment, options.prefill_hw)
     fitting, refused = plans(config, tuple(shapes), drawn.requests, options.attainment)
     if not fitting:
@@ -267,7 +267,8 @@ def _highest(work: _Work, fitting: Sequence[Plan]) -> Found:
     alike = []
     if ranked:
         finalists = [entry for entry in (*ranked, *failed) if entry.plan.shape in settled]
-        alike = _at_rate(work, [(each.plan, each.copies) for each in finalists], ranked[0].rate)
+        others = [(each.plan, each.copies) for each in finalists if each is not ranked[0]]
+        alike = [ranked[0], *_at_rate(work, others, ranked[0].rate)]
     return Found(ranked=ranked, failed=failed, alike=alike)
 
 

@@ -25,7 +25,7 @@ LEAST = 0.01
 """The lowest load that is probed: an SLO that fails there is missed by single requests."""
 
 _WIDER = 1.06
-"""From one probe to the next, away from the answer, until the interval tells."""
+"""From one probe to the next, away from the answer, until the interval tells; squared with every step."""
 
 _STRIDE = 1.2
 """From one probe to the next until one holds and one fails; squared with every step."""
@@ -128,7 +128,7 @@ def _surely(measure: Callable[[float], Probe], target: float, load: float, probe
     for step, holds in ((1 / _WIDER, True), (_WIDER, False)):
         at = load
         while not any(one.holds(target) == holds and one.sure(target) for one in (*probes, *measured)):
-            at *= step
+            at, step = at * step, step * step
             if not load / 2 < at < 1.0:
                 break
             measured.append(measure(at))

@@ -12,6 +12,8 @@ from functools import cache
 from itertools import product
 from math import inf
 
+import numpy as np
+
 from experiments.serve import ServeOptions, check_fits, job
 from pdsim.config import Config
 from pdsim.config.rules import placement
@@ -19,7 +21,7 @@ from pdsim.core.errors import ConfigError
 from pdsim.models.llm import Parallel
 from pdsim.results.record import percentile
 from pdsim.serving.load import OfferedLoad, decode_rate, offered_load, prefill_iterations
-from pdsim.serving.workload import Request
+from pdsim.serving.requests import Request, RequestTable
 
 
 @dataclass(frozen=True, order=True)
@@ -122,9 +124,13 @@ def plans(
                 "experiment=capacity needs requests that arrive at different times; choose workload=poisson or a "
                 "trace, and more than one request"
             )
-        alone = [sum(prefill_iterations(what, [request.input])) for request in requests]
-        ttft = percentile(alone, 100 * attainment) or max(alone)
+        alone = np.array([sum(prefill_iterations(what, [request.input])) for request in requests])
+        ttft = percentile(alone.tolist(), 100 * attainment) or float(alone.max())
         steps, tpot = decode_rate(what, requests, config.slo.tpot)
+        for which, tenant in enumerate(config.workload.tenants):
+            own = alone[RequestTable.of(requests).tenant == which]
+            if len(own) and np.mean(own <= tenant.ttft) < attainment:
+                steps = 0.0
         return offered, steps, ttft, tpot
 
     fitting, refused = [], {}

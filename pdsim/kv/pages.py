@@ -6,7 +6,7 @@ Owners are rooms; all ranks of an instance use the same numbers.  Unknown here: 
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -153,6 +153,7 @@ class PagePool:
         self.peak = 0
         self._starts = [0]  # of free runs
         self._counts = [pages]
+        self._by_size = [(pages, 0)]  # the same: counts and starts
         self.owners: dict[int, Pages] = {}
         self._sizes: dict[int, int] = {}  # how many pages each has
 
@@ -218,17 +219,20 @@ class PagePool:
         """Return *count* pages, which are free and nobody's from then on: the caller says whose they are."""
         self._count_taken(count)
         taken: list[tuple[int, int]] = []
-        counts = self._counts
+        counts, by_size = self._counts, self._by_size
         while count:
-            fitting = [size for size in counts if size >= count]
-            index = counts.index(min(fitting) if fitting else max(counts))
-            part = min(count, counts[index])
-            taken.append((self._starts[index], part))
-            if part == counts[index]:
+            place = bisect_left(by_size, (count, -1))  # the smallest that fits, else the largest
+            if place == len(by_size):
+                place = bisect_left(by_size, (by_size[-1][0], -1))
+            size, start = by_size.pop(place)
+            part, index = min(count, size), bisect_left(self._starts, start)
+            taken.append((start, part))
+            if part == size:
                 del self._starts[index], counts[index]
             else:
                 self._starts[index] += part
                 counts[index] -= part
+                insort(by_size, (size - part, start + part))
             count -= part
         return tuple(sorted(taken)) if len(taken) > 1 else tuple(taken)
 
@@ -248,14 +252,19 @@ class PagePool:
         starts, counts = self._starts, self._counts
         index = bisect_left(starts, start)
         if index < len(starts) and start + count == starts[index]:  # joins its right neighbour
-            starts[index] = start
-            counts[index] += count
-        else:
-            starts.insert(index, start)
-            counts.insert(index, count)
+            count += self._remove(index)
         if index and starts[index - 1] + counts[index - 1] == start:  # joins its left neighbour
-            counts[index - 1] += counts[index]
-            del starts[index], counts[index]
+            index -= 1
+            start = starts[index]
+            count += self._remove(index)
+        starts.insert(index, start)
+        counts.insert(index, count)
+        insort(self._by_size, (count, start))
+
+    def _remove(self, index: int) -> int:
+        count = self._counts.pop(index)
+        del self._by_size[bisect_left(self._by_size, (count, self._starts.pop(index)))]
+        return count
 
     def _count_taken(self, count: int) -> None:
         self.unused -= count

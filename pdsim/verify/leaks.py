@@ -28,7 +28,7 @@ _NOT_STATE = frozenset(
 """Attributes that are not counted: not the protocol's own, statistics, drawn ahead, or remembered for longer than a
 scenario lasts (`pdsim.kv.rooms.OVER`)."""
 
-_POOLS = frozenset({"_starts", "_counts", "_free", "unused", "_cached", "_idle", "_nodes", "_kept"})
+_POOLS = frozenset({"_starts", "_counts", "_by_size", "_free", "unused", "_cached", "_idle", "_nodes", "_kept"})
 """Lists of what is free, also of pages that keep a prefix; how much that is says what is owned."""
 
 _NUMBERED = frozenset({"_fences"})

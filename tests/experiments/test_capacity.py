@@ -182,6 +182,21 @@ def test_every_tenant_is_to_meet_its_own_slo():
     assert answer["nearest"].endswith("of the worst tenant, meet the SLO (hard 0.0%, easy 100.0%)")
 
 
+def test_closed_form_rules_out_what_fails_any_tenant():
+    def bound(*limits: tuple[float, float]) -> float:
+        each = [
+            Tenant(name=str(number), rate=1.0, ttft=ttft, tpot=tpot) for number, (ttft, tpot) in enumerate(limits)
+        ]
+        workload = Workload(arrivals="poisson", count=100, tenants=tuple(each))
+        tightest = Slo(ttft=max(ttft for ttft, _ in limits), tpot=min(tpot for _, tpot in limits))
+        config = replace(wanted(slo=tightest), workload=workload)
+        (plan,), _ = plans(config, (Shape(1, 1, 1, 1),), draw(workload, 0, 4096).requests, 0.9)
+        return plan.bound
+
+    assert bound((9.0, 1.0), (8.0, 1.0)) > 0
+    assert bound((9.0, 1.0), (8.0, 1e-9)) == bound((1e-9, 1.0), (8.0, 1.0)) == 0
+
+
 def told(result: Result) -> dict[str, str]:
     return {row[0]: row[1] for row in result.tables[0].rows}
 
