@@ -287,6 +287,7 @@ NOT_DRAWN = {
     "engine.name, engine.scheduler_options, engine.measured_on, engine.sources": "words, options from outside",
     "engine.step_tokens": "is the chunk, which is drawn",
     "engine.mixed, engine.look": "of colocated engines alone",
+    "engine.host_factor": "multiplies costs of hosts, which are drawn",
     "engine.version": "names the settings that a release starts with, which are drawn one by one",
     "layerwise, colocated": "contents are not checked: pdsim refuses or skips them with memory=tracked",
     "backend.path, backend.call, backend.descriptor, backend.latency, backend.rate, backend.line, "
