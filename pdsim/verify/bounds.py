@@ -62,9 +62,10 @@ class BoundsChecker:
             watched.batch.finished = partial(self._leaves, scheduler.batch, scheduler.batch.finished)
         if isinstance(member.worker, PrefillWorker):
             worker: Any = member.worker
-            worker.offload = partial(self._loads, member, worker.offload)
-            worker.compute = partial(self._computes, member, worker.compute)
-            worker._begin_forward = partial(self._forward_begins, member, worker._begin_forward)
+            if worker.tiers is not None and not member.job.cache.overlap:
+                worker.tiers.move = partial(self._loads, member, worker.tiers.move)
+                worker.compute = partial(self._computes, member, worker.compute)
+                worker._begin_forward = partial(self._forward_begins, member, worker._begin_forward)
         if scheduler is not None:
             _Stall(self._report, member, scheduler.blocked)
             for holder, name in (
@@ -146,9 +147,9 @@ class BoundsChecker:
         if late:
             self._report("I15", f"the time of room {late[0]} on {member.rank.name} is over, and nobody saw to it")
 
-    def _loads(self, member: Any, offload: Callable[[Any], Any], message: Any) -> Any:
-        load = offload(message)
-        if message.back:
+    def _loads(self, member: Any, move: Callable[[Any], Any], message: Any) -> Any:
+        load = move(message)
+        if message.reads and not message.prefetch:
             left = [one for one in self._loading.get(id(member), ()) if not one.triggered]
             self._loading[id(member)] = [*left, load]
         return load
@@ -161,7 +162,7 @@ class BoundsChecker:
 
     def _forward_begins(self, member: Any, begin: Callable[[Any], Any], message: Any) -> Any:
         if not all(one.triggered for one in self._needs.pop((id(member), id(message)), ())):
-            self._report("I10", f"{member.rank.name} begins a forward with KV that is not back from host memory")
+            self._report("I10", f"{member.rank.name} begins a forward with KV that is not back from a tier")
         return begin(message)
 
     def _begins(self, member: Any, begin: Callable[[], None]) -> None:

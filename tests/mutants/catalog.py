@@ -452,7 +452,8 @@ def a_step_early(original: Any, self: RunningBatch) -> Iterator[int]:
 
 
 def waits_for_no_load(original: Any, self: PrefillWorker, message: Any) -> Any:
-    self._load = None
+    if self.tiers is not None:
+        self.tiers._load = None
     return original(self, message)
 
 
