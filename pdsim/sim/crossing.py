@@ -67,8 +67,10 @@ class Lane:
 
     def go_on(self, at: float, free: list[float]) -> None:
         """Submit the next write at the time *at*, or wait until it may be; *free* is when each thread is."""
-        if self.times and self.times[self.number] > at:
-            self.phase, self.at = WAITS, self.times[self.number]
+        if self.times and (then := self.times[self.number]) > at:
+            self.phase, self.at = WAITS, then
+            if then - self.idle > self.after:
+                self.idle = -inf  # since when it sleeps makes no difference between lanes
             return
         start = max(at, free[self.thread])
         self.submitted = at
@@ -76,7 +78,7 @@ class Lane:
         begin = start if self.overlap else self.posted
         if begin - self.idle > self.after:
             begin += self.wake
-        self.phase, self.at, self.begin = POSTS, begin, begin
+        self.phase, self.at, self.begin, self.idle = POSTS, begin, begin, begin
 
 
 class Crossing:
@@ -93,8 +95,8 @@ class Crossing:
         self._since = now
         self._links = links
         self._free = free
-        self._moving: dict[int, None] = {}
-        self._rates: dict[tuple[int, ...], list[tuple[Lane, float]]] = {}
+        self._moving = 0  # a bit for each lane whose flow is on the wire
+        self._rates: dict[int, list[tuple[Lane, float]]] = {}
         self._before: tuple[list[float], list[State]] = [], []
         self._late = inf  # when a write has taken so long that it may time out once something meets it
 
@@ -129,12 +131,12 @@ class Crossing:
                 member.thread.free = self._free[lane.thread]
 
     def _load(self) -> None:
-        self._moving = {number: None for number, lane in enumerate(self.lanes) if lane.phase == MOVES}
+        self._moving = sum([1 << number for number, lane in enumerate(self.lanes) if lane.phase == MOVES])
         self._share(self._since)
 
     def _run(self, until: float) -> float:
         # Go on to *until*, or until the first lane is over, and return when that is.
-        lanes, free = self.lanes, self._free
+        lanes, free, single = self.lanes, self._free, len(self.lanes) == 1
         while True:
             at, lane, number = until, None, 0
             for place, one in enumerate(lanes):
@@ -142,21 +144,25 @@ class Crossing:
                     at, lane, number = one.at, one, place
             if lane is None:
                 return until
-            if lane.phase == MOVES:
-                del self._moving[number]
-                lane.end, lane.rate = at, 0.0
-                for place in self._moving:
-                    if lanes[place].at <= at * SAME:
-                        lanes[place].at = at
-                self._share(at)
+            phase = lane.phase
+            if phase == MOVES:
+                self._moving ^= 1 << number
+                lane.phase, lane.end, lane.rate = RESTS, at, 0.0
+                if self._moving:
+                    for one in lanes:
+                        if one.phase == MOVES and one.at <= at * SAME:
+                            one.at = at
+                    self._share(at)
                 lane.idle = max(at, lane.posted)
-                lane.phase, lane.at = RESTS, lane.idle + lane.latency
-            elif lane.phase == POSTS:
+                lane.at = lane.idle + lane.latency
+            elif phase == POSTS:
+                if single and self._alone(lane, until):
+                    continue
                 lane.left, lane.rate, lane.since = lane.sizes[lane.kinds[lane.number]], 0.0, at
                 lane.phase = MOVES
-                self._moving[number] = None
+                self._moving ^= 1 << number
                 self._share(at)
-            elif lane.phase == WAITS:
+            elif phase == WAITS:
                 lane.go_on(at, free)
             else:
                 lane.rows.append((lane.submitted, lane.posted, lane.begin, lane.end, at))
@@ -168,19 +174,38 @@ class Crossing:
                     return at
                 lane.go_on(at, free)
 
+    def _alone(self, lane: Lane, until: float) -> bool:
+        # As `_run`, for the writes before the last that are complete before *until*; return whether there are any.
+        rate, before, free, rows = self._solve(1)[0][1], lane.number, self._free, lane.rows
+        while lane.number < len(lane.kinds) - 1:
+            end = lane.begin + lane.sizes[lane.kinds[lane.number]] / rate
+            idle = max(end, lane.posted)
+            complete = idle + lane.latency
+            if complete >= until or complete - lane.submitted > lane.limit:
+                break
+            rows.append((lane.submitted, lane.posted, lane.begin, end, complete))
+            lane.number += 1
+            lane.end, lane.idle = end, idle
+            lane.go_on(complete, free)
+            if lane.phase == WAITS:
+                if lane.at >= until:
+                    break
+                lane.go_on(lane.at, free)
+        return lane.number > before
+
     def _share(self, now: float) -> None:
-        moving = tuple(sorted(self._moving))
-        rates = self._rates.get(moving)
+        rates = self._rates.get(self._moving)
         if rates is None:
-            rates = self._rates[moving] = self._solve(moving)
+            rates = self._rates[self._moving] = self._solve(self._moving)
         for lane, rate in rates:
             if rate != lane.rate:
                 lane.left -= lane.rate * (now - lane.since)
                 lane.rate, lane.since = rate, now
                 lane.at = now + max(lane.left, 0.0) / rate
 
-    def _solve(self, moving: tuple[int, ...]) -> list[tuple[Lane, float]]:
+    def _solve(self, mask: int) -> list[tuple[Lane, float]]:
         # Max-min rates: all that are left get as much as the fullest link, or the lowest cap, lets them.
+        moving = [number for number in range(len(self.lanes)) if mask >> number & 1]
         rates: dict[int, float] = {}
         free = [capacity for capacity, _ in self._links]
         while len(rates) < len(moving):
@@ -231,11 +256,13 @@ def fold(several: Sequence[Series], users: Mapping[Any, Iterable[Series]], now: 
     for one, colour in zip(several, colours, strict=True):
         members.setdefault(colour, []).append(one)
     # of each mark: one such thread or link, and the colours there
-    kept: dict[int, tuple[Any, Counter[int]]] = {}
+    kept: dict[int, tuple[Any, list[int]]] = {}
     for one, colour in zip(several, colours, strict=True):
         for resource in one.resources:
-            if (kept.setdefault(marked[resource], (resource, Counter())))[0] is resource:
-                kept[marked[resource]][1][colour] += 1
+            if (mark := marked[resource]) not in kept:
+                kept[mark] = resource, []
+            if kept[mark][0] is resource:
+                kept[mark][1].append(colour)
     crossings, left = [], set(members)
     while left:
         reached, ahead = dict[int, None](), [min(left)]
@@ -254,7 +281,7 @@ def _crossing(
     colours: list[int],
     members: Mapping[int, list[Series]],
     marked: Mapping[Any, int],
-    kept: Mapping[int, tuple[Any, Counter[int]]],
+    kept: Mapping[int, tuple[Any, list[int]]],
     now: float,
 ) -> Crossing:
     free: list[float] = []
@@ -275,7 +302,7 @@ def _crossing(
             if mark not in wires:
                 wires[mark] = len(links)
                 link, passing = kept[mark]
-                links.append((link.capacity, {lane_of[other]: count for other, count in passing.items()}))
+                links.append((link.capacity, Counter([lane_of[other] for other in passing])))
             if wires[mark] not in through:
                 through.append(wires[mark])
         lanes.append(Lane(members[colour], threads[marked[one.thread]], through))

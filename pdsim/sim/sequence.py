@@ -175,11 +175,11 @@ class Series:
             return lane.rows[first][2] <= end
         return lane.phase != WAITS and lane.begin <= end
 
-    def keep(self, rows: Sequence[Row], state: State) -> None:
+    def keep(self, rows: list[Row], state: State) -> None:
         """Be in *state*, after the writes of *rows*, whatever was foreseen."""
         for kind in self.kinds[len(self.rows) : len(self.rows) + len(rows)]:  # the sum depends on the order
             self.path.ended += self.sizes[kind]
-        self.rows += rows
+        self.rows = [*self.rows, *rows] if self.rows else rows  # those that are alike have one list
         del self.arrivals.times[len(self.rows) :]
         self.state = state
         self.lane = self.crossing = None
