@@ -13,7 +13,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     Series: TypeAlias = Any  # `pdsim.sim.sequence`, which imports this module
 
@@ -39,7 +39,9 @@ class Lane:
     They go through the *thread* and the *links* with these numbers in their `Crossing`.
     """
 
-    def __init__(self, members: Sequence[Series], thread: int = 0, links: Sequence[int] = ()) -> None:
+    def __init__(
+        self, members: Sequence[Series], cap: float = inf, thread: int = 0, links: Sequence[int] = ()
+    ) -> None:
         one = members[0]
         self.members = members
         self.thread = thread
@@ -49,7 +51,7 @@ class Lane:
         self.times = one.times
         self.sizes = one.sizes
         self.postings = one.postings
-        self.cap = one.path.cap
+        self.cap = cap  # of the rate of one: what it shares with nobody
         self.overlap, self.latency, self.limit = one.overlap, one.latency, one.limit
         _, self.after, self.wake = one.sleep
         self.state = one.state
@@ -88,7 +90,7 @@ class Crossing:
     """
 
     def __init__(
-        self, lanes: list[Lane], free: list[float], links: list[tuple[float, dict[int, int]]], now: float
+        self, lanes: list[Lane], free: list[float], links: list[tuple[float, Mapping[int, int]]], now: float
     ) -> None:
         self.lanes = lanes
         self.until = now
@@ -223,87 +225,64 @@ class Crossing:
         return [(self.lanes[number], rates[number]) for number in moving]
 
 
-def fold(several: Sequence[Series], users: Mapping[Any, Iterable[Series]], now: float) -> list[Crossing]:
-    """Return the crossings of *several* series, which share nothing with others; *users* has those of each thread.
+def fold(several: Sequence[Series], users: Mapping[Any, Collection[Series]], now: float) -> list[Crossing]:
+    """Return the crossings of *several* series, with which no others share anything of which they are *users*.
 
     A crossing holds all that are alike, also those that share nothing with one another.
     """
     place = {series: number for one in several for number, series in enumerate(users[one.thread])}
-    numbers: dict[Any, int] = {}
-    colours = [numbers.setdefault((place[one], one.alike, one.state), len(numbers)) for one in several]
+    shared, caps, numbers = {}, {}, dict[Any, int]()
+    for one in several:
+        shared[one] = [resource for resource in one.resources if len(users[resource]) > 1]
+        own = [link.capacity for link in one.resources[1:] if len(users[link]) == 1]
+        caps[one] = min(own, default=inf) if one.path.cap == inf else min([one.path.cap, *own])
+    colours = {
+        one: numbers.setdefault((place[one], one.alike, one.state, one.thread.free, caps[one]), len(numbers))
+        for one in several
+    }
     while True:
-        found = len(numbers)
-        passing: dict[Any, list[int]] = {}
-        for one, colour in zip(several, colours, strict=True):
-            for resource in one.resources:
-                passing.setdefault(resource, []).append(colour)
-        marks: dict[Any, int] = {}
-        marked: dict[Any, int] = {}
+        found, numbers = len(numbers), {}
+        marked, marks = dict[Any, int](), dict[Any, int]()
         for one in several:
-            for resource in one.resources:
+            for resource in shared[one]:
                 if resource not in marked:
-                    limit = (resource.free,) if resource is one.thread else resource.capacity
-                    key = limit, tuple(sorted(passing[resource]))
+                    capacity = -1.0 if resource is one.thread else resource.capacity
+                    key = capacity, tuple(sorted([colours[other] for other in users[resource]]))
                     marked[resource] = marks.setdefault(key, len(marks))
-        numbers = {}
-        colours = [
-            numbers.setdefault((colour, *[marked[resource] for resource in one.resources]), len(numbers))
-            for one, colour in zip(several, colours, strict=True)
-        ]
+        colours = {
+            one: numbers.setdefault((colours[one], *[marked[resource] for resource in shared[one]]), len(numbers))
+            for one in several
+        }
         if len(numbers) == found:
             break
     members: dict[int, list[Series]] = {}
-    for one, colour in zip(several, colours, strict=True):
+    for one, colour in colours.items():
         members.setdefault(colour, []).append(one)
-    # of each mark: one such thread or link, and the colours there
-    kept: dict[int, tuple[Any, list[int]]] = {}
-    for one, colour in zip(several, colours, strict=True):
-        for resource in one.resources:
-            if (mark := marked[resource]) not in kept:
-                kept[mark] = resource, []
-            if kept[mark][0] is resource:
-                kept[mark][1].append(colour)
-    crossings, left = [], set(members)
+    crossings, left = [], dict.fromkeys(members)
     while left:
-        reached, ahead = dict[int, None](), [min(left)]
+        reached, ahead = dict[int, int](), [next(iter(left))]
         while ahead:
             colour = ahead.pop()
             if colour not in reached:
-                reached[colour] = None
-                for resource in members[colour][0].resources:
-                    ahead += kept[marked[resource]][1]
-        left -= set(reached)
-        crossings.append(_crossing(sorted(reached), members, marked, kept, now))
+                reached[colour] = len(reached)
+                del left[colour]
+                for resource in shared[members[colour][0]]:
+                    ahead += [colours[other] for other in users[resource]]
+        lanes: list[Lane] = []
+        free: list[float] = []
+        links: list[tuple[float, Mapping[int, int]]] = []
+        numbered: dict[int, int] = {}  # of each mark: the number of the thread or link
+        for colour in reached:
+            one, through = members[colour][0], dict[int, None]()
+            thread = numbered.setdefault(marked.get(one.thread, -1 - len(lanes)), len(free))
+            if thread == len(free):
+                free.append(one.thread.free)
+            for link in shared[one]:
+                if link is not one.thread:
+                    number = numbered.setdefault(marked[link], len(links))
+                    if number == len(links):
+                        links.append((link.capacity, Counter([reached[colours[other]] for other in users[link]])))
+                    through[number] = None
+            lanes.append(Lane(members[colour], caps[one], thread, list(through)))
+        crossings.append(Crossing(lanes, free, links, now))
     return crossings
-
-
-def _crossing(
-    colours: list[int],
-    members: Mapping[int, list[Series]],
-    marked: Mapping[Any, int],
-    kept: Mapping[int, tuple[Any, list[int]]],
-    now: float,
-) -> Crossing:
-    free: list[float] = []
-    links: list[tuple[float, dict[int, int]]] = []
-    threads: dict[int, int] = {}
-    wires: dict[int, int] = {}
-    lanes = []
-    lane_of = {colour: number for number, colour in enumerate(colours)}
-    for colour in colours:
-        one = members[colour][0]
-        mark = marked[one.thread]
-        if mark not in threads:
-            threads[mark] = len(free)
-            free.append(one.thread.free)
-        through = []
-        for resource in one.resources[1:]:
-            mark = marked[resource]
-            if mark not in wires:
-                wires[mark] = len(links)
-                link, passing = kept[mark]
-                links.append((link.capacity, Counter([lane_of[other] for other in passing])))
-            if wires[mark] not in through:
-                through.append(wires[mark])
-        lanes.append(Lane(members[colour], threads[marked[one.thread]], through))
-    return Crossing(lanes, free, links, now)

@@ -303,13 +303,16 @@ class Foreseen:
 
     def _on_change(self, _: Alarm) -> None:
         now, ahead = self.clock.now, list(self._changed)
+        looked = set[Any]()
         while ahead:  # and those that share anything with them
             for resource in ahead.pop().resources:
-                for other in list(self._users[resource]):
-                    if other.crossing is not None:
-                        before = len(self._changed)
-                        self._rest(other)
-                        ahead += list(self._changed)[before:]
+                if resource not in looked:
+                    looked.add(resource)
+                    for other in list(self._users[resource]):
+                        if other.crossing is not None:
+                            before = len(self._changed)
+                            self._rest(other)
+                            ahead += list(self._changed)[before:]
         self._end([series for series in self._changed if series.is_over])
         changed = list(self._changed)
         self._changed.clear()
