@@ -339,8 +339,7 @@ class Write:
         """Return the share of its forward after which each can be posted: K and V of a layer at the layer's end."""
         if self.plane < 0:
             return [1.0]
-        each, planes = self.target.tensors, self.target.planner.planes
-        return [(plane // each + 1) * each / planes for plane in range(self.plane, self.plane + self.count)]
+        return _computed(self.plane, self.count, self.target.tensors, self.target.planner.planes)
 
     def split(self) -> list[Write]:
         """Return a write of each plane."""
@@ -349,6 +348,11 @@ class Write:
         for write in writes:
             write.room, write.arrival = self.room, self.arrival
         return writes
+
+
+@lru_cache(maxsize=64)
+def _computed(first: int, count: int, each: int, planes: int) -> list[float]:
+    return [(plane // each + 1) * each / planes for plane in range(first, first + count)]
 
 
 def in_layers(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterator, Sized
+from collections.abc import Callable, Container, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
@@ -129,14 +129,16 @@ class HostLatency:
         """Return when it acts upon what comes at *now*; calls are in the order of time."""
         if self._coming:
             self._catch_up(now)
-        return self._acts_at(now)
+        return self._acts_at((now,))
 
-    def _acts_at(self, now: float) -> float:
-        last = self._last
-        late = self._idle_wake if now - last > self._idle_after else 0.0
-        at = now + self._wake + late
-        self._last = at = at if at > last else nextafter(last, inf)
-        return at
+    def _acts_at(self, times: Sequence[float]) -> float:
+        # Return when it acts upon the last of what comes at *times*.
+        last, wake, idle_wake, after = self._last, self._wake, self._idle_wake, self._idle_after
+        for now in times:
+            at = now + wake + (idle_wake if now - last > after else 0.0)
+            last = at if at > last else nextafter(last, inf)
+        self._last = last
+        return last
 
     def expect(self, series: ScheduledArrivals) -> None:
         """Act upon what *series* says at its times, until `conclude`."""
@@ -146,19 +148,22 @@ class HostLatency:
         """Take note that no more of *series* comes than the first *count*, none after *now*; return when it acts."""
         self._catch_up(now)
         self._coming.remove(series)
-        for at in series.times[series.passed : count]:
-            series.acted = self._acts_at(at)
+        if series.passed < count:
+            series.acted = self._acts_at(series.times[series.passed : count])
         return series.acted
 
     def _catch_up(self, now: float) -> None:
         due: list[tuple[float, int]] = []
         for place, series in enumerate(self._coming):
             end = bisect_left(series.times, now, series.passed)
-            due += [(at, place) for at in series.times[series.passed : end]]
-            series.passed = end
+            times, series.passed = series.times[series.passed : end], end
+            if len(self._coming) == 1 and times:
+                series.acted = self._acts_at(times)
+                return
+            due += [(at, place) for at in times]
         due.sort()
         for at, place in due:
-            self._coming[place].acted = self._acts_at(at)
+            self._coming[place].acted = self._acts_at((at,))
 
 
 class Inbox:

@@ -76,10 +76,12 @@ class SimWriteSequence(WriteSequence):
         if self.done >= self._ask and self._left:
             count, times = len(self._parts), self._times
             end = self._total if count == 1 else self._total - count  # else the last of each is acted upon too late
-            numbers = [number for number in range(self.done, end) if number % count in self._left]
+            numbers: Sequence[int] = range(self.done, end)
+            if len(self._left) < count:
+                numbers = [number for number in numbers if number % count in self._left]
             if len(numbers) > 1:
                 first = self.done // count
-                kinds = [number % count for number in numbers]
+                kinds = [0] * len(numbers) if count == 1 else [number % count for number in numbers]
                 earliest = [times[number // count] for number in numbers] if times else ()
                 self._numbers = numbers
                 self._series = self._foresee(self._peer, self._parts, first, kinds, earliest, self._on_series)
@@ -192,13 +194,13 @@ class Series:
         size = self.sizes[self.kinds[number]]
         return size if phase == RESTS else size - left + rate * (now - since) if phase == MOVES else 0.0
 
-    def end(self) -> None:
-        """Report all writes, which are complete."""
+    def end(self, stages: Times) -> None:
+        """Report all writes, which are complete, with their *stages*."""
         count, posted = len(self.rows), self._posted
         if self._over is None:
             self._endpoint.complete(posted[0], self.number, self.rows[0][1])
             return
-        self._report(count)
+        self._report(count, stages)
         for one in posted:
             one.release()
         self._over(count, [one.transfer.batch.nbytes for one in posted], None)
@@ -211,7 +213,7 @@ class Series:
         if self._over is None:
             self._endpoint.resume(posted[0], stages, flow, self.number)
             return
-        self._report(count)
+        self._report(count, _table(self.rows))
         for kind, one in enumerate(posted):
             if not begun or kind != self.kinds[number]:
                 one.release()
@@ -221,7 +223,7 @@ class Series:
             transfer = self._endpoint.resume(one, stages, flow)
         self._over(count, [one.transfer.batch.nbytes for one in posted], transfer)
 
-    def _report(self, count: int) -> None:
+    def _report(self, count: int, stages: Times) -> None:
         # Records of the first *count*; the peer's rank acts upon one `Notification` when it acts upon the last.
         endpoint, first, acts = self._endpoint, self._posted[0], 0.0
         inbox, host = first.connection.remote.inbox, first.connection.remote.inbox.host_latency
@@ -230,11 +232,10 @@ class Series:
             first.connection.send_queue.carried(max(ended, at))
         if first.notify and not host.instant:
             acts = host.conclude(self.arrivals, count, self._clock.now)
-        table = np.array(self.rows).reshape(-1, 5).T
-        kinds = np.array(self.kinds[:count])
+        alone, kinds = len(self._posted) == 1, self.kinds[:count]
         for kind, posted in enumerate(self._posted):
-            batch, own = posted.transfer.batch, kinds == kind
-            submitted, at, _, _, complete = (column[own] for column in table)
+            batch = posted.transfer.batch
+            submitted, at, _, _, complete = stages if alone else stages[:, np.array(kinds) == kind]
             name = Kind(endpoint.engine, "write", batch.source.owner, batch.target.owner, "ok")
             run = RecordRun(name, posted.transfer.label, batch.nbytes, len(batch), len(at))
             endpoint.recorder.series(run, submitted, submitted, at, complete, complete)
@@ -348,10 +349,13 @@ class Foreseen:
         self._wait()
 
     def _end(self, over: Sequence[Series]) -> None:
+        stages: dict[int, Times] = {}  # of those that are alike, which have one list
         for series in over:
             self._drop(series)
+            if id(series.rows) not in stages:
+                stages[id(series.rows)] = _table(series.rows)
         for series in over:
-            series.end()
+            series.end(stages[id(series.rows)])
 
     def _on_late(self, crossing: Crossing) -> None:
         self.cut([member for lane in crossing.lanes for member in lane.members if member.crossing is crossing])
@@ -424,6 +428,10 @@ class Foreseen:
     def of(self, thread: PostingThread) -> dict[Series, None]:
         """Return the series that *thread* posts."""
         return self._users.get(thread, {})
+
+
+def _table(rows: list[Row]) -> Times:
+    return np.ascontiguousarray(np.array(rows).reshape(-1, 5).T)
 
 
 def _free(path: Path, link: Link) -> float:
