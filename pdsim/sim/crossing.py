@@ -188,11 +188,11 @@ class Crossing:
             rows.append((lane.submitted, lane.posted, lane.begin, end, complete))
             lane.number += 1
             lane.end, lane.idle = end, idle
-            lane.go_on(complete, free)
-            if lane.phase == WAITS:
-                if lane.at >= until:
-                    break
-                lane.go_on(lane.at, free)
+            at = max(complete, lane.times[lane.number]) if lane.times else complete
+            if at >= until:
+                lane.go_on(complete, free)
+                break
+            lane.go_on(at, free)
         return lane.number > before
 
     def _share(self, now: float) -> None:
