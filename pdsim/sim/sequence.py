@@ -228,19 +228,20 @@ class Series:
         endpoint, first, acts = self._endpoint, self._posted[0], 0.0
         inbox, host = first.connection.remote.inbox, first.connection.remote.inbox.host_latency
         if count:
-            _, at, _, ended, _ = self.rows[-1]
-            first.connection.send_queue.carried(max(ended, at))
+            last = self.rows[-1]
+            first.connection.send_queue.carried(max(last[3], last[1]))
         if first.notify and not host.instant:
             acts = host.conclude(self.arrivals, count, self._clock.now)
         alone, kinds = len(self._posted) == 1, self.kinds[:count]
         for kind, posted in enumerate(self._posted):
             batch = posted.transfer.batch
-            submitted, at, _, _, complete = stages if alone else stages[:, np.array(kinds) == kind]
+            own = stages if alone else stages[:, np.array(kinds) == kind]
+            submitted, posts, complete = own[0], own[1], own[4]
             name = Kind(endpoint.engine, "write", batch.source.owner, batch.target.owner, "ok")
-            run = RecordRun(name, posted.transfer.label, batch.nbytes, len(batch), len(at))
-            endpoint.recorder.series(run, submitted, submitted, at, complete, complete)
-            if len(at) and posted.notify:
-                inbox.act_at(acts, Notification(endpoint.name, posted.notify, len(at)))
+            run = RecordRun(name, posted.transfer.label, batch.nbytes, len(batch), len(posts))
+            endpoint.recorder.series(run, submitted, submitted, posts, complete, complete)
+            if len(posts) and posted.notify:
+                inbox.act_at(acts, Notification(endpoint.name, posted.notify, len(posts)))
 
 
 class Foreseen:
