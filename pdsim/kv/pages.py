@@ -506,8 +506,11 @@ class PrefixPagePool(PagePool):
         for key in keys:
             self._idle.pop(key, None)
             self._cached[key].users += 1
-        if self._radix and keys:
-            self._split(keys[-1])
+        if (
+            self._radix
+        ):  # from each node what is not used here: between them may be pages that another prompt computed
+            for last in {self._cached[key].node: key for key in keys}.values():
+                self._split(last)
         self._keys[owner] = list(keys)
         self.owners[owner] = (*_runs([self._cached[key].page for key in keys]), *self.take(count - hits))
         self._sizes[owner] = count

@@ -171,6 +171,22 @@ def test_a_radix_node_goes_whole_a_block_alone(eviction: str, left: int):
     assert pool.match([1, 2, 3, 4]) == left
 
 
+def test_radix_evicts_no_page_in_use_before_one_computed_elsewhere():
+    pool = PrefixPagePool(12, eviction="radix")
+    pool.reuse(1, 4, [])
+    pool.reuse(2, 6, [])
+    pool.commit(1, [1, 2, 3, 4])
+    pool.commit(2, [1, 2, 3, 4])
+    pool.commit(2, [1, 2, 3, 4, 5])
+    pool.release(1)
+    pool.reuse(3, 6, [])  # 1 to 4 are evicted
+    pool.commit(3, [1, 2, 3, 4, 5, 6])  # of one node, but for 5
+    pool.release(3)
+    assert pool.reuse(4, 6, [1, 2, 3, 4, 5]) is not None
+    assert pool.reuse(5, 1, []) is not None  # 6 goes, 1 to 4 have a user
+    assert pool.match([1, 2, 3, 4, 5, 6]) == 5
+
+
 def test_a_radix_node_parts_where_prompts_do():
     pool = served(7, [1, 2, 3, 4], [1, 2, 9], eviction="radix")  # 1 and 2 are a node now, 3 and 4 another
     assert pool.allocate(3, 3) is not None
