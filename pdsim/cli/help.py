@@ -16,6 +16,7 @@ from typing import Any
 
 import pdsim
 from pdsim.core.errors import ConfigError, near
+from pdsim.core.files import shown
 from pdsim.core.plugins import groups, options
 
 COMMANDS = {
@@ -109,7 +110,7 @@ def parse(command: str, words: Sequence[str]) -> tuple[list[str], dict[str, Any]
             hint = near(name, known) or "keys are written KEY=VALUE, without dashes; "
             if short[2:] in groups():  # a choice, not an option
                 hint = f"write {short[2:]}={text or next(left, 'NAME')}, or "
-            raise ConfigError(f"unknown option {short}; {hint}see pdsim {command} --help")
+            raise ConfigError(f"unknown option {shown(short)}; {hint}see pdsim {command} --help")
         if not known[name]:
             values[name] = True
             continue

@@ -24,7 +24,7 @@ import msgspec
 
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError, instead
-from pdsim.core.files import yaml_text
+from pdsim.core.files import shown, yaml_text
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -404,10 +404,11 @@ def _override(word: str, known: Mapping[str, Sequence[str]]) -> str:
         quoted = not value.isascii() and re.fullmatch(r"[^'\"\\()\[\]{},=]*", value)
         return f"++{key}='{value}'" if quoted else f"++{key}={value}"
     if (several := value.strip("[]")) != value and several:
-        ways = f"choose one, as in {key}={several.partition(',')[0]}, or run each with pdsim sweep {key}={several}"
-        raise ConfigError(f"{word} would mix several files into one; {ways}")
+        one, each = shown(f"{key}={several.partition(',')[0]}"), shown(f"{key}={several}")
+        ways = f"choose one, as in {one}, or run each with pdsim sweep {each}"
+        raise ConfigError(f"{shown(word)} would mix several files into one; {ways}")
     if not several:
-        raise ConfigError(f"{word} chooses nothing; there are {', '.join(known[key])}")
+        raise ConfigError(f"{shown(word)} chooses nothing; there are {', '.join(known[key])}")
     # Hydra takes a bare 1 or true for a number or a truth value, which are the names of no file to it
     return f"{key}='{value}'" if _NOT_TEXT.fullmatch(value) else f"{key}={value}"
 

@@ -123,3 +123,12 @@ def printable(text: str) -> str:
     'red txt'
     """
     return _HIDDEN.sub("", text) if not text.isprintable() else text
+
+
+def shown(word: str) -> str:
+    r"""Return *word* of a command line for a message of one line: as it is, or quoted with its escapes.
+
+    >>> shown("hw=8xh20"), shown("hw=8xh20\n")
+    ('hw=8xh20', "'hw=8xh20\\n'")
+    """
+    return word if word.isprintable() else repr(word)

@@ -336,6 +336,7 @@ class _RunFile(_Begun):  # run.json of a run that ended
     evidence: _Evidence
     pdsim: str
     git: _Git | None = None
+    command: list[str] = []
 
 
 class _MetricEntry(msgspec.Struct):

@@ -466,7 +466,9 @@ def _verdict(metrics: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     if config.get("workload.tenants"):
         slo = "the SLO of their tenant"
     rate, good = metrics.get("request_rate"), metrics.get("goodput")
-    served = f"{done} served in {format_time(metrics['makespan_s'])}{f', {failed} failed' if failed else ''}"
+    makespan = metrics.get("makespan_s")
+    took = f" in {format_time(makespan)}" if makespan is not None else ""
+    served = f"{done} served{took}{f', {failed} failed' if failed else ''}"
     speed = f" ({rate:.3g}/s, {good:.3g}/s within the SLO)" if rate is not None and good is not None else ""
     met = share(metrics.get("slo_attainment") or 0.0)
     return f"SLO: {met} of {total} requests meet {slo} (goal {100 * GOAL:.0f} %); {served}{speed}"
