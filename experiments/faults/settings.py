@@ -93,7 +93,7 @@ def limited(job: Deployment, random: np.random.Generator) -> Deployment:
 def full_queue(engine: Engine, random: np.random.Generator) -> Engine:
     """Return *engine* with room for few descriptors to one peer; half of the time more are refused.
 
-    Then there is room for a probe's, 106 with a draft's layers: its writes must not fail when nothing else is posted.
+    Then there is room for a probe's, 106 with a draft's layers: alone its writes must not fail.
     """
     size, full = int(random.integers(3)), "refuse" if random.random() < 0.5 else "wait"
     depth = ((4, 16, 64) if full == "wait" else (128, 192, 256))[size]

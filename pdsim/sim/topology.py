@@ -223,7 +223,7 @@ class Topology:
         gpus, cards = self.machine.gpus, len(node.tx)
         if not cards:
             return None
-        usable = self.machine.cards
+        usable: Sequence[int] = self.machine.cards if self.machine.nic.devices else range(cards)
         if gpu is None:
             node.hosts += 1
             return usable[(node.hosts - 1) % len(usable)]
