@@ -500,7 +500,7 @@ def result(
     bad = {ROUTER: router} if fallen else outcome.ranks
     failed = [f"{name}: {_line(rank)}" for name, rank in bad.items() if rank.error]
     failed += [] if fallen else tables.failed(columns)
-    others = config.backend.failover * (len(config.hw.cards) - 1)
+    others = config.backend.failover * (len(config.hw.cards) - 1) if fallen else 0
     more = tables.of_failures(fallen, value.get("changes", ()), columns, value.get("sent_again", (0, 0)), others)
     tenants = tables.of_tenants(columns, config.workload, config.slo)
     scaled_parts = tables.of_autoscale(what, value.get("scaled", ()), columns)

@@ -127,7 +127,7 @@ class Host:
     idle_after: Seconds = 0.0  # without anything to act upon
     copies: Copies = field(default_factory=Copies)  # of ranks without a GPU
     # the node's SSDs together: one of PCIe 4, as data sheets of 2023 have it
-    ssd: Storage = field(default_factory=lambda: Storage(read=6.8e9, write=4e9, latency=1e-4))
+    ssd: Storage = Storage(read=6.8e9, write=4e9, latency=1e-4)
     store: Storage = field(default_factory=Storage)  # a remote store of all nodes, beside the network cards
 
 

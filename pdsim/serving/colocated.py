@@ -171,7 +171,8 @@ class ColocatedEngine:
         self.clock = clock
         self.job = job
         self.traffic = traffic
-        pool = page_pool(job, job.decode_pages, job.cache.prefill, tiers_of(job, lambda: traffic[0]))
+        tiers = tiers_of(job, lambda: traffic[0]) if job.cache.tiered else None
+        pool = page_pool(job, job.decode_pages, job.cache.prefill, tiers)
         self.pages = BlockManager(pool, job.page_size)
         self.policy = scheduler_of(job.engine)
         # pages of sliding-window layers; 0 without such layers

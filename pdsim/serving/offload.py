@@ -27,14 +27,12 @@ BATCH = 128
 """Pages that a prefetch reads at a time (``STORAGE_BATCH_SIZE`` of SGLang's `mem_cache/hicache_storage.py`)."""
 
 
-def tiers_of(job: Deployment, traffic: Callable[[], LinkTraffic]) -> Tiers | None:
-    """Return the tiers of an instance of *job* whose leader has *traffic*; None without any.
+def tiers_of(job: Deployment, traffic: Callable[[], LinkTraffic]) -> Tiers:
+    """Return the tiers of an instance of *job*, which has some, whose leader has *traffic*.
 
     A remote store is one for all, and with `Cache.shared` so are the other tiers, each as large as those of all.
     """
     cache, stores, size = job.cache, {}, job.page_size
-    if not cache.tiered or not cache.prefill:
-        return None
     for tier, tokens in ((tier, getattr(cache, tier)) for tier in TIERS if getattr(cache, tier) >= size):
         if tier == "remote":
             stores[tier] = traffic().common(tier, partial(PageStore, int(tokens // size)))

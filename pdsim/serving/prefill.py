@@ -180,7 +180,7 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
 
     def __init__(self, engine: EngineRank, worker: PrefillWorker, mover: PrefillMover) -> None:
         job = engine.job
-        tiers = tiers_of(job, lambda: engine.traffic)
+        tiers = tiers_of(job, lambda: engine.traffic) if job.cache.tiered else None
         pool = page_pool(job, job.prefill_pages, job.cache.prefill, tiers, block=job.prefill_block)
         pages = BlockManager(pool, job.page_size, job.state_pool(mover.layout))
         super().__init__(engine, pages, job.engine.prefill)

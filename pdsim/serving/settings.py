@@ -145,8 +145,8 @@ class Cache:
 
     @property
     def tiered(self) -> bool:
-        """Whether there is a tier below GPU memory."""
-        return self.host + self.ssd + self.remote > 0
+        """Whether what prefill caches has a tier below GPU memory."""
+        return self.prefill and self.host + self.ssd + self.remote > 0
 
 
 @dataclass(frozen=True, kw_only=True)
