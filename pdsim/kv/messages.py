@@ -110,7 +110,7 @@ class Stop(KvMessage, frozen=True):
 
 
 class Leave(KvMessage, frozen=True):
-    """The router to the leader of an instance without requests: it is no member any more, and ends."""
+    """The router to every rank of an instance without requests: it is no member any more, and ends."""
 
 
 # --- a request -----------------------------------------------------------------------------------------------------

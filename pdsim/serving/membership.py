@@ -24,7 +24,6 @@ from pdsim.kv.messages import (
     RoomQuery,
     incarnation_name,
     instance_of,
-    leader,
     rank_name,
 )
 from pdsim.serving.deployment import Deployment
@@ -342,7 +341,7 @@ class Membership:
             incarnation = self.registry.current(instance)
             self._remove(instance)
             self._changes_to(instance, "left")
-            self._process.send(leader(instance), Leave())
+            self._process.send(self._job.ranks(instance), Leave())
             self._forget(instance, incarnation, f"PeerLost: {instance} has left")
 
     def _stay(self, instance: str) -> None:

@@ -21,11 +21,13 @@ from experiments.faults.trials import CRASH, FaultTrial, campaign_parts, shrunk,
 from pdsim.core.clock import fire
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import silent
+from pdsim.kv.messages import Leave
 from pdsim.kv.policy import Policy, Staging
 from pdsim.kv.push import KvSender
 from pdsim.results.record import Result
 from pdsim.serving.handoff.push import PushDecode
 from pdsim.serving.prefill import PrefillScheduler, PrefillWorker
+from pdsim.serving.rank_process import RankProcess
 from pdsim.serving.settings import Cache, HostCosts, ServingEngine
 from tests.mutants.mutant import patched
 from tests.support.configs import make_config
@@ -182,6 +184,10 @@ def gathers_out_of_turn(self: PrefillWorker, message: Any, computed: Any, done: 
     fire(done)
 
 
+def only_the_leader_leaves(original: Any, self: RankProcess, receivers: Any, message: Any) -> None:
+    original(self, receivers[0] if isinstance(message, Leave) else receivers, message)
+
+
 DEFECTS = [
     # D11: slots of a room whose writer was silent, and given up, when it asked
     (101759, 6, "late silences", (PushDecode, "_ask", answers_any), "I8"),
@@ -197,6 +203,8 @@ DEFECTS = [
     (19, 2, "delays layouts gathers", (PrefillWorker, "_gathered", gathers_out_of_turn), "I5"),
     # D5: a message to an earlier incarnation left a room behind at a rank that was started again
     (6031, 39, "delays slow kills restarts", (PushDecode, "_arrive", takes_any), "I8"),
+    # nobody pinged the followers of an instance that leaves, whose leader waits for pages in quarantine
+    (6094957, 35, "aborts changes nodes pulls rings", (RankProcess, "send", only_the_leader_leaves), "I5"),
 ]
 """Seed, requests and kinds of faults that show what a fix is for, the method without it, and what it breaks."""
 
