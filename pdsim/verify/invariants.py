@@ -50,7 +50,7 @@ INVARIANTS = {
     "I1": "A room ends once on each rank; a failed room never succeeds.",
     "I2": "On every decode rank a room holds exactly what prefill computed, on arrival and when decoding begins and "
     "ends.",
-    "I3": "A read or a write touches only pages and state rows that belong to its room then.",
+    "I3": "A write, or a read that is used, touches only pages and state rows of its room.",
     "I4": "Writes to a staging slot belong to its room, writer and chunk; slots never overlap.",
     "I5": "Every request ends; each failure, and each end of a rank, follows a fault that reached it.",
     "I6": "First-token metadata is read from, lands in, and is taken from its room's slot.",
@@ -169,6 +169,7 @@ class InvariantChecker(Observer):
     def posted(self, batch: Batch, label: str) -> None:
         """Check that what is posted is still wanted."""
         self.bounds.posted(batch, label)
+        self._owners.posted(batch, label)
 
     def held_up(self, label: str) -> None:
         """Take note of the room."""
@@ -241,7 +242,9 @@ class InvariantChecker(Observer):
             self._report("I1", f"room {message.room} {before} on {rank} and then {end}")
         if receives and "metadata" in message.reason:
             self._report("I6", f"{rank}: {message.reason}")
-        elif message.reason.startswith("room " if receives else "MessageError: room "):
+        elif message.reason.startswith("room " if receives else "MessageError: room ") and (
+            (rank, message.room) not in self._owners.unused
+        ):
             self._report("I2", f"{rank}: {message.reason}")
 
     def _on_submit(self, _: str, message: Submit) -> None:

@@ -29,6 +29,7 @@ from pdsim.serving.handoff.push import PushDecode
 from pdsim.serving.prefill import PrefillScheduler, PrefillWorker
 from pdsim.serving.rank_process import RankProcess
 from pdsim.serving.settings import Cache, HostCosts, ServingEngine
+from pdsim.sim.endpoint import SimEndpoint
 from tests.mutants.mutant import patched
 from tests.support.configs import make_config
 
@@ -258,6 +259,7 @@ FIXED = [
     (2012845, 1, "layouts losses pulls restarts silences", None),  # what a reader counted of a lost incarnation
     (2014735, 45, "aborts delays kills losses pulls restarts scatter silences", None),  # introductions out of order
     (3057851, 50, "edges full grows hosts kills nodes pulls restarts together", None),  # a queue outlasts a lease
+    (6024190, 2, "changes pauses pulls silences", None),  # a rank reads when it wakes, after it was given up
     # page hashes of requests that left the queue at decode
     (5001329, 50, "aborts caches edges engines held kills late limits nodes policies shuffle squeezes", None),
 ]
@@ -271,6 +273,14 @@ def test_a_scenario_that_found_a_defect_is_clean(
     done = trial(seed, requests, kinds).run()
     assert not done.violations
     assert statuses is None or done.statuses == statuses
+
+
+def test_reads_that_were_posted_before_the_reader_was_given_up_are_watched():
+    kinds = frozenset(("late", "pulls", "silences", "stray"))
+    shown = FaultTrial(42, 12, 0.4, frozenset(KINDS) - kinds, kinds)
+    assert not shown.run().violations
+    with patched(((SimEndpoint, "quiesced", lambda self, _: self._clock.event().succeed()),)):
+        assert "read from" in shown.run().violations[0].what
 
 
 def test_a_scenario_that_cannot_be_run_is_a_violation(monkeypatch: pytest.MonkeyPatch):
