@@ -29,7 +29,7 @@ BACKLOG = 1.0
 """Seconds after the end of a slow time, or of a squeeze, in which what has piled up meanwhile may still time out."""
 
 GRACE = 0.5
-"""Seconds by which a slow message may delay the notice of the loss of the router."""
+"""Seconds by which a slow message may delay the notice of a loss."""
 
 _INSTANCE = re.compile(r"\b(?:prefill|decode)\d+(?:d\d+)?\b")
 
@@ -138,7 +138,15 @@ class Causes:
         lost = any(
             start <= at and end >= since for other, start, end in losses if instance_of(other) == instance_of(name)
         )
-        return kind == "PeerLost" and (lost or self._alone(name, error, at))
+        return kind == "PeerLost" and (
+            lost or self._alone(name, error, at) or self._joined_the_lost(error, at, born)
+        )
+
+    def _joined_the_lost(self, error: str, at: float, born: float) -> bool:
+        # A rank that ended unheard is missed when its next process registers.  Until then those of its instance that
+        # were started again a moment before serve beside the one that has ended, if its old messages come so late.
+        again = re.search(r"\(PeerLost: (\w+\.\d+) was started again\)", error)
+        return again is not None and born - GRACE <= self._scenario.restart.get(again[1], inf) <= at
 
     def _alone(self, name: str, error: str, at: float) -> bool:
         lost = self._scenario.kill.get(ROUTER)

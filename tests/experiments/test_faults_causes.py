@@ -198,6 +198,14 @@ def test_a_rank_ends_by_the_loss_of_its_instance_or_router():
         assert known.rank("prefill0.0", "Killed: as asked", 2.0) == ("kill" in how)
 
 
+def test_a_rank_ends_when_one_that_ended_unheard_starts_again():
+    error = "PeerLost: decode0 is given up (PeerLost: decode0.1 was started again), and decode0.0 with it"
+    known, _ = causes([], kill={"decode0.0": 1.0, "decode0.1": 1.0}, restart={"decode0.0": 2.0, "decode0.1": 2.1})
+    ends = [known.rank("decode0.0", error, at, born) for at, born in ((2.2, 2.0), (2.05, 2.0), (9.0, 2.2 + GRACE))]
+    assert ends == [True, False, False]
+    assert not known.rank("decode0.0", error.replace("0.1 was", "0.2 was"), 2.2, 2.0)
+
+
 def test_a_pair_that_lives_must_serve_its_probe():
     ends = {
         ("prefill0", "decode0"): "ok",
