@@ -325,8 +325,9 @@ class _ModelJob:
         else:
             rank.endpoint.close()
         rank.device.close()
-        for members, group in self._groups.items():
-            if name in members:
+        for group in self._groups.values():
+            member = group.members.get(name)
+            if member is not None and member.clock is rank.clock:  # not one that others, started again, wait in
                 group.leave(name)
         before, transfers = self._results.get(name), rank.recorder.transfers
         if before is not None:

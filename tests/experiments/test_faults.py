@@ -259,6 +259,7 @@ FIXED = [
     (2012845, 1, "layouts losses pulls restarts silences", None),  # what a reader counted of a lost incarnation
     (2014735, 45, "aborts delays kills losses pulls restarts scatter silences", None),  # introductions out of order
     (3057851, 50, "edges full grows hosts kills nodes pulls restarts together", None),  # a queue outlasts a lease
+    (6067980, 1, "gathers stale", None),  # a rank ended, and broke a group that it never joined
     (6024190, 2, "changes pauses pulls silences", None),  # a rank reads when it wakes, after it was given up
     # page hashes of requests that left the queue at decode
     (5001329, 50, "aborts caches edges engines held kills late limits nodes policies shuffle squeezes", None),

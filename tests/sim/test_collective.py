@@ -34,7 +34,12 @@ LIBRARY = Collective(
 
 
 def run(
-    program: Any, ranks: int = 4, library: Collective | None = LIBRARY, hw: Machine | None = None, **arguments: Any
+    program: Any,
+    ranks: int = 4,
+    library: Collective | None = LIBRARY,
+    hw: Machine | None = None,
+    losses: tuple[dict[str, float], dict[str, float]] = ({}, {}),
+    **arguments: Any,
 ) -> Outcome:
     names = [f"rank{index}" for index in range(ranks)]
     specs = [
@@ -42,7 +47,7 @@ def run(
         for index, name in enumerate(names)
     ]
     free = engine(cost(call=0.0, descriptor=0.0, latency=0.0))
-    return Model(hw or machine(), free, collective=library).run(specs)
+    return Model(hw or machine(), free, collective=library).run(specs, *losses)
 
 
 def values(outcome: Outcome) -> list[Any]:
@@ -221,6 +226,20 @@ def test_the_end_of_a_rank_stops_flows_and_is_noticed():
     assert sum(outcome.links.values()) > 0
     statuses = [record.status for rank in outcome.ranks.values() for record in rank.transfers]
     assert statuses == ["PeerLost"] * 2
+
+
+def gather_again(rank: Rank, names: list[str]) -> Program:
+    """Join at first; gather once started again."""
+    group = rank.group(names)
+    if rank.clock.now < 1.0:
+        yield rank.clock.timeout(100.0)
+    yield group.all_gather(rank.device.allocate(10), rank.device.allocate(10 * len(names)))
+    return rank.clock.now
+
+
+def test_a_rank_that_ends_breaks_no_group_it_never_joined():
+    losses = {"rank0": 1.0, "rank1": 3.0}, {"rank0": 2.0, "rank1": 4.0}
+    assert values(run(gather_again, 2, losses=losses)) == [pytest.approx(4.0 + RING.isolated_time(2, 10))] * 2
 
 
 def test_a_group_that_cannot_be_says_why():
