@@ -437,19 +437,20 @@ class DecodeScheduler(InstanceScheduler[DecodeRequest, DecodePages, DecodeLeader
     def _begin_step(self) -> None:
         # The step begins when the host is done with this boundary and, where that holds it, with transfers.
         # It is a mixed one if something is computed again; otherwise as many steps follow as no request ends or
-        # lacks a page in.
+        # lacks a page in, unless somebody waits who joins at the next look: for a place that a preemption has freed.
+        joins = bool(self._late) or (bool(self._waiting) and self.preemption.has_place)
         start = self.clock.now + self._held_up
         if self.job.engine.posting_holds or self.job.handoff.notice or self.job.handoff.metadata_stall:
             start = self.batch.held(self.clock.now, max(start, self.handoff.posted()))
         if pieces := self.preemption.pieces():
             end = self.batch.begin_mixed(start, pieces)
         else:
-            most = 1.0 if self._late else math.inf
+            most = 1.0 if joins else math.inf
             end = self.batch.begin(start, min(most, self.preemption.memory.steps()))
         self._set(end)
         if self.job.decode_time.exchange:
             self._route(end, sum(new for _, new in pieces))
-        if not pieces and not self.batch.runs and self._late:
+        if not pieces and not self.batch.runs and joins:
             self._set(start)
         for room in self.joined:
             room.first = self.batch.first_step() + self.host.answer(room.request.input)

@@ -261,6 +261,8 @@ FIXED = [
     (3057851, 50, "edges full grows hosts kills nodes pulls restarts together", None),  # a queue outlasts a lease
     (6067980, 1, "gathers stale", None),  # a rank ended, and broke a group that it never joined
     (6024190, 2, "changes pauses pulls silences", None),  # a rank reads when it wakes, after it was given up
+    # nobody took the place in the batch that the last preemption freed
+    (4018535, 44, "aborts caches drafts layouts pauses pulls scatter stale", None),
     # page hashes of requests that left the queue at decode
     (5001329, 50, "aborts caches edges engines held kills late limits nodes policies shuffle squeezes", None),
 ]
