@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from itertools import pairwise
-from math import inf
+from math import inf, isclose
 from typing import NamedTuple
 
 from pdsim.hardware.costs import Collective, Engine
@@ -138,9 +138,18 @@ class Causes:
         lost = any(
             start <= at and end >= since for other, start, end in losses if instance_of(other) == instance_of(name)
         )
+        if kind == "TransferTimeout":
+            return self._waits_alone(name, error, at)
         return kind == "PeerLost" and (
             lost or self._alone(name, error, at) or self._joined_the_lost(error, at, born)
         )
+
+    def _waits_alone(self, name: str, error: str, at: float) -> bool:
+        # A rank that gathers does so as soon as it is started again, with peers that may have ended since then.
+        began, collective = self._scenario.restart.get(name), self._scenario.collective
+        if began is None or collective is None or "had not called" not in error:
+            return False
+        return isclose(at, began + collective.timeout)
 
     def _joined_the_lost(self, error: str, at: float, born: float) -> bool:
         # A rank that ended unheard is missed when its next process registers.  Until then those of its instance that

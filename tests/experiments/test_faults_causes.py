@@ -10,6 +10,7 @@ import pytest
 
 from experiments.faults.causes import BACKLOG, GRACE, RECONNECTED, Causes, outages
 from experiments.faults.scenario import Scenario, draw
+from experiments.faults.settings import LIBRARY
 from pdsim.kv.messages import ROUTER
 from pdsim.sim.faults import Faults, Silence, Slow, Squeeze
 from pdsim.transfer.job import Outcome, RankResult
@@ -204,6 +205,16 @@ def test_a_rank_ends_when_one_that_ended_unheard_starts_again():
     ends = [known.rank("decode0.0", error, at, born) for at, born in ((2.2, 2.0), (2.05, 2.0), (9.0, 2.2 + GRACE))]
     assert ends == [True, False, False]
     assert not known.rank("decode0.0", error.replace("0.1 was", "0.2 was"), 2.2, 2.0)
+
+
+def test_a_rank_that_starts_again_may_wait_for_peers_in_vain():
+    error = (
+        "TransferTimeout: a collective of prefill0.0+prefill0.1 is not over after 60 s; prefill0.0 had not called"
+    )
+    known, _ = causes([], restart={"prefill0.1": 2.0}, collective=LIBRARY)
+    ends = [("prefill0.1", 62.0), ("prefill0.1", 62.1), ("prefill0.0", 62.0)]
+    assert [known.rank(name, error, at) for name, at in ends] == [True, False, False]
+    assert not known.rank("prefill0.1", error.partition(";")[0], 62.0)
 
 
 def test_a_pair_that_lives_must_serve_its_probe():
