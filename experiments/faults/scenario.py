@@ -273,7 +273,7 @@ def draw(
         job = replace(job, prefill_pages=prefill_pages, decode_pages=decode_pages)
         assert machine.gpu is not None  # it copies within its memory at the rate of a link between two of them
         machine = replace(machine, gpu=replace(machine.gpu, memory_rate=2 * machine.interconnect.rate))
-    job = _of_whole_blocks(job)
+    job = _longer_than_first_contact(_of_whole_blocks(job))
     cancels = _cancels(random("aborts"), count) if "aborts" in kinds else {}
     span = 50 * gap + 0.5  # independent of the number of requests: few requests meet as many faults
     ranks = [name for instance in (*job.prefills, *job.decodes) for name in job.ranks(instance)]
@@ -375,6 +375,14 @@ def _of_whole_blocks(job: Deployment) -> Deployment:
         prefill_pages=-(-job.prefill_pages // prefill) * prefill,
         decode_pages=-(-job.decode_pages // decode) * decode,
     )
+
+
+def _longer_than_first_contact(job: Deployment) -> Deployment:
+    # The limits of rooms, so that a probe may make all lists of descriptors.
+    sides = (job.prefill_layout(), job.prefill.size), (job.decode_layout(), job.decode.size)
+    most = max(layout.tables[0].rows * len(layout.tables[0].planes) * ranks for layout, ranks in sides)
+    limits = {name: getattr(job, name) for name in ("bootstrap_timeout", "waiting_timeout")}
+    return replace(job, **{name: limit and limit + job.engine.prepare * most for name, limit in limits.items()})
 
 
 def _squeezed(job: Deployment, random: np.random.Generator, policy: Policy | None) -> Deployment:

@@ -263,6 +263,7 @@ FIXED = [
     (6024190, 2, "changes pauses pulls silences", None),  # a rank reads when it wakes, after it was given up
     # nobody took the place in the batch that the last preemption freed
     (4018535, 44, "aborts caches drafts layouts pauses pulls scatter stale", None),
+    (6072242, 1, "drafts limits stale", None),  # a time limit shorter than making a probe's lists of descriptors
     # page hashes of requests that left the queue at decode
     (5001329, 50, "aborts caches edges engines held kills late limits nodes policies shuffle squeezes", None),
 ]
