@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import multiprocessing
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from experiments.capacity.search import LEAST, Capacity, Search, served
 from experiments.capacity.shapes import Plan, Shape, configured, listed, plans
 from experiments.parts import Parts
 from pdsim.config import Config, ExperimentOptions, canonical
-from pdsim.core.errors import ConfigError
+from pdsim.core.errors import ConfigError, RunWarning
 from pdsim.core.progress import ShowProgress
 from pdsim.core.units import Frequency, NotNegative, PositiveInt
 from pdsim.results.record import Result
@@ -214,7 +215,9 @@ def _mapping(processes: int) -> Iterator[Callable[..., Iterator[Capacity]]]:
     if processes == 1:
         yield map
         return
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:  # which ends them when it is left early
+    # what a search warns of, the closed form did before: processes would say it again, beside the result
+    quiet = partial(warnings.simplefilter, "ignore", RunWarning)
+    with multiprocessing.get_context("spawn").Pool(processes, quiet) as pool:  # ends them if left early
         yield pool.imap
 
 
