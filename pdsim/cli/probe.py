@@ -143,6 +143,12 @@ def _parts(overrides: Sequence[str], asked: Mapping[str, Any]) -> tuple[list[_Pa
         if why := plugins.missing(plugins.COLLECTIVES, config.collective.implementation):
             lacking.append((f"all-gathers {name}", why))
             continue
+        memory = plugins.resolve(plugins.COLLECTIVES, config.collective.implementation).memory
+        if (memory == "gpu") != on_gpus:
+            lacking.append(
+                (f"all-gathers {name}", f"it gathers memory of the {memory}, and hw={config.hw.name} has none")
+            )
+            continue
         gpus = config.hw.gpus * config.hw.nodes
         ranks = ",".join(str(count) for count in (2, 4, 8) if count <= max(gpus, 2))
         sizes = "[4096,65536,1048576,16777216]"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import re
 import signal
@@ -73,7 +74,8 @@ def test_bundle_is_fitted_as_its_samples_are(tmp_path, monkeypatch, capsys):
 def test_profile_and_machine_of_a_bundle_run_together(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     machine = "# a box\ndefaults: [8xh200, _self_]\nname: ourbox\n"
-    texts = {"compute/forwards.csv": data("compute", "h200_torch.csv").read_text(), "hw.yaml": machine}
+    forwards = gzip.decompress(data("compute", "h200_torch.csv.gz").read_bytes()).decode()
+    texts = {"compute/forwards.csv": forwards, "hw.yaml": machine}
     written(tmp_path / "box.zip", texts, hw="ourbox")
     assert main(["calibrate", "--from", "box.zip", "--to", "own"]) == 0
     words = "to use it: pdsim run --config-dir own hw=ourbox compute=forwards"
