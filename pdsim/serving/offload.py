@@ -125,7 +125,7 @@ class TierScheduler:
         engine.handlers[PrefixesWritten] = told
         self._wake = wake
         self._fetches: dict[int, tuple[float, Event]] = {}  # by room: when its prefetch began, and its end
-        self._writes = 0
+        self._moves = 0
         # by number and tier: how many ranks have not written it, and what follows
         self._under_way: dict[tuple[int, str], tuple[int, Callable[[], object]]] = {}
         self.tier_hits: dict[str, dict[int, int]] = {}  # by tier and room: tokens that came from there
@@ -222,23 +222,23 @@ class TierScheduler:
         for index, moves in enumerate((writes, reads)):
             for (tier, _), count in moves.items():
                 self.tier_pages.setdefault(tier, [0, 0])[index] += count
+        self._moves += 1
         message = MovePrefixes(
             self._engine.incarnation,
             len(lacking.get("host", keys)) * self._page_bytes,
             self._of(writes)[("host", -1) in writes :],
             self._of(reads),
-            self._writes + 1,
+            self._moves,
             prefetch,
             bool(out) and self._cache.write == "back",
         )
 
         if out:
-            self._writes += 1
             ranks = len(self._engine.followers) + 1
-            self._under_way[self._writes, "host"] = ranks, partial(self._written, keys)
+            self._under_way[self._moves, "host"] = ranks, partial(self._written, keys)
             for tier in lacking:
                 if lacking[tier] and tier != "host":
-                    self._under_way[self._writes, tier] = ranks, partial(tiers.put, tier, lacking[tier])
+                    self._under_way[self._moves, tier] = ranks, partial(tiers.put, tier, lacking[tier])
         self._engine.send(self._engine.followers, message)
         return self._mover.move(message)
 

@@ -43,11 +43,12 @@ class ComputedChecker:
         self._planned: dict[tuple[str, int, int], tuple[int, int]] = {}  # by leader, room and chunk: done, and new
         self._spans: dict[int, list[_ChunkSpan]] = {}  # by room, of forwards that have begun
         self._schedulers: dict[str, Any] = {}  # by instance, of its last incarnation
-        self._ranks: dict[str, dict[str, Any]] = {}  # by instance and name
         self._prompts: dict[int, int] = {}  # by room
-        self._stores: dict[int, list[list[tuple[int, int]]]] = {}  # by program: keys and pages that go to tiers
-        self._waiting: dict[int, list[list[Any]]] = {}  # those that go when so many forwards have ended
+        self._stores: dict[int, list[list[tuple[int, int]]]] = {}  # by leader: keys and pages that go to tiers
         self._loads: dict[int, list[tuple[int, int]]] = {}  # and that come from them
+        # both, by incarnation and number of what moves them: a rank may hear of it long after its leader
+        self._moves: dict[tuple[str, int], tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
+        self._waiting: dict[int, list[list[Any]]] = {}  # by program, those that go when so many forwards have ended
         self._kept: dict[tuple[int, int], bytes] = {}  # by rank of an instance and key: what tiers have
         self._done: dict[str, dict[int, int]] = {}  # by rank and room: tokens that are computed, in this incarnation
 
@@ -65,7 +66,6 @@ class ComputedChecker:
             return
         name, worker, scheduler = member.rank.name, member.worker, member.scheduler
         self._done[name] = {}
-        self._ranks.setdefault(name.partition(".")[0], {})[name] = member
         if scheduler is not None:
             self._schedulers[name.partition(".")[0]] = scheduler
             if scheduler.tiers is not None:
@@ -156,38 +156,30 @@ class ComputedChecker:
 
     def _outgoing(self, member: Any, outgoing: Callable[[], list[tuple[int, int]]]) -> list[tuple[int, int]]:
         pages = outgoing()
-        if pages:
-            for other in self._alive(member):
-                self._stores.setdefault(id(other), []).append(pages)
+        if pages and member.rank.device.holds_bytes:
+            self._stores.setdefault(id(member), []).append(pages)
         return pages
 
     def _reuse(self, member: Any, reuse: Callable[..., Any], room: int, count: int, keys: Any) -> Any:
         given, loaded = reuse(room, count, keys), member.scheduler.pages.pool.loaded
-        if given is not None and loaded:  # they come from tiers, and are here when that has ended
+        if given is not None and loaded and member.rank.device.holds_bytes:  # from tiers
             pages = [page for start, size in given[0] for page in range(start, start + size)]
             back = [(key, page) for (key, _), page in zip(loaded, pages[given[1] - len(loaded) :], strict=False)]
-            for other in self._alive(member):
-                self._loads.setdefault(id(other), []).extend(back)
+            self._loads.setdefault(id(member), []).extend(back)
         return given
-
-    def _alive(self, leader: Any) -> list[Any]:
-        ranks = self._ranks[leader.rank.name.partition(".")[0]].values()
-        return [
-            rank
-            for rank in ranks
-            if rank.rank.endpoint.ended is None
-            and rank.rank.device.holds_bytes
-            and rank.incarnation == leader.incarnation
-        ]
 
     def _moved(self, member: Any, move: Callable[[Any], Any], message: Any) -> Any:
         # What goes to tiers is what forwards that have begun leave; what comes is what went there with that key.
-        if message.nbytes or message.writes:
-            stores = self._stores.get(id(member))  # none of a rank that has been started again since
-            if stores:
-                self._waiting.setdefault(id(member), []).append([member.worker._computing, stores.pop(0)])
+        number, out = (message.incarnation, message.number), message.nbytes or message.writes
+        if member.scheduler is not None:
+            stores = self._stores.get(id(member), []) if out else []
+            loads = self._loads.pop(id(member), []) if message.reads and not message.prefetch else []
+            self._moves[number] = stores.pop(0) if stores else [], loads
+        pages, loads = self._moves.get(number, ([], []))
+        if pages:
+            self._waiting.setdefault(id(member), []).append([member.worker._computing, pages])
+        if out:
             self._store(member, 0)
-        loads = self._loads.pop(id(member), []) if message.reads and not message.prefetch else []
         moved = move(message)
 
         def loaded(_: Any) -> None:
