@@ -454,7 +454,7 @@ class PrefixPagePool(PagePool):
         self.evicted = 0  # pages
         self.tiers = tiers
         self.outgoing: list[tuple[int, int]] = []
-        self._writing: set[int] = set()  # keys in it, and those that are being written
+        self._writing: set[int] = set()  # keys in it, and those that are being written or read
         self._stored: dict[int, int] = {}  # how many of each owner's first pages tiers have, or get
         self._write = write
         self._radix = eviction == "radix"
@@ -492,7 +492,12 @@ class PrefixPagePool(PagePool):
         """
         hits, self.loaded = self.match(keys), []
         origins = self.tiers.find(keys, hits) if self.tiers is not None else []
-        back = len(origins)
+        # a page that is here after one that is not has a place of its own
+        back = next(
+            (number for number, key in enumerate(keys[hits : hits + len(origins)]) if key in self._cached),
+            len(origins),
+        )
+        origins = origins[:back]
         if not hits + back:
             pages = self.allocate(owner, count)
             return None if pages is None else (pages, 0)
@@ -506,9 +511,7 @@ class PrefixPagePool(PagePool):
         for key in keys:
             self._idle.pop(key, None)
             self._cached[key].users += 1
-        if (
-            self._radix
-        ):  # from each node what is not used here: between them may be pages that another prompt computed
+        if self._radix:  # in each node, for between them may be pages that another prompt computed
             for last in {self._cached[key].node: key for key in keys}.values():
                 self._split(last)
         self._keys[owner] = list(keys)
@@ -516,6 +519,9 @@ class PrefixPagePool(PagePool):
         self._sizes[owner] = count
         self.commit(owner, every)  # what comes back is known again
         self.loaded = list(zip(every[hits:], origins, strict=True))
+        for key in every[hits:]:  # nobody else has its page, and nothing reads it, before it is here: `written`
+            self._writing.add(key)
+            self._cached[key].users += 1
         if self.tiers is not None:
             self.tiers.touch(every)
             self._stored[owner] = len(every)
@@ -551,7 +557,7 @@ class PrefixPagePool(PagePool):
             self._send(keys, begin)
 
     def written(self, keys: Iterable[int]) -> None:
-        """Let the pages of *keys* go, which have been written: until now they were in use."""
+        """Let the pages of *keys* go, which have been written or have come: until now they were in use."""
         for key in keys:
             if key in self._writing:
                 self._writing.remove(key)

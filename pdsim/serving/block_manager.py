@@ -130,7 +130,10 @@ class BlockManager:
             self.state.release(room)
 
     def incoming(self) -> list[tuple[int, Origin]]:
-        """Return the key and origin of each page that comes from tiers, since the last call."""
+        """Return the key and origin of each page that comes from tiers, since the last call.
+
+        Once they are here, `came` is to be called.
+        """
         incoming, self._incoming = self._incoming, []
         return incoming
 
@@ -162,6 +165,11 @@ class BlockManager:
         assert pool.tiers is not None
         pool.tiers.put("host", keys)
         pool.written(keys)
+
+    def came(self, keys: Sequence[int]) -> None:
+        """Let the pages of *keys*, which have come from tiers, be written and evicted as others are."""
+        assert self._prefixes is not None
+        self._prefixes.written(keys)
 
 
 class DecodePages(BlockManager):

@@ -382,6 +382,8 @@ class ColocatedEngine:
         ):
             if tokens:
                 yield self._offload(tokens, returns, most)
+        if loaded:
+            self.pages.came([key for key, _ in loaded])
 
     def _store(self) -> None:
         if keys := [key for key, _ in self.pages.outgoing()]:

@@ -167,6 +167,8 @@ class TierScheduler:
 
             def loaded() -> None:
                 self._tiers.put("host", below)
+                self._pages.came([key for key, _ in back])
+                self._wake()
                 for room in waiting:
                     self.load_seconds.setdefault(room, self._clock.now - now)
 
