@@ -21,6 +21,8 @@ from tools.tables import markdown
 
 STORED = Path(__file__).resolve().parent.parent / "data" / "benchmarks" / "faults_model"
 
+_NAMED = 4  # seeds in a row; its file in data has all
+
 
 def table(files: Sequence[Path] = ()) -> Iterator[str]:
     """Yield the lines of a table of *files* and of those of `STORED`: a row for the parts of each code."""
@@ -38,7 +40,8 @@ def table(files: Sequence[Path] = ()) -> Iterator[str]:
         total = sum(end - first for first, end in seeds)
         known = all("cpu_seconds" in part for part in group)
         hours = f"{sum(part['cpu_seconds'] for part in group) / 3600:.2f}" if known else "-"
-        named = f"{len(bad)}: {', '.join(map(str, bad))}" if bad else "0"
+        more = ", ..." if len(bad) > _NAMED else ""
+        named = f"{len(bad)}: {', '.join(map(str, bad[:_NAMED]))}{more}" if bad else "0"
         counts = (f"{count:,}" for count in (total, ends.total(), ends["ok"]))
         rows.append((sha[:8], always or "-", spans, *counts, hours, named))
     heads = ("code", "kinds in each", "seeds", "scenarios", "requests", "of them served", "CPU hours")
