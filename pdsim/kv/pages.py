@@ -421,6 +421,7 @@ class _CachedPage:
     page: int
     node: int  # the pages that were computed together with it
     users: int  # requests that have it
+    here: bool = False  # computed, or come from a tier; known to tiers only
 
 
 class PrefixPagePool(PagePool):
@@ -553,6 +554,9 @@ class PrefixPagePool(PagePool):
         assert self.tiers is not None
         begin, self._stored[owner] = self._stored.get(owner, 0), len(keys)
         self.tiers.touch(keys[begin:])
+        for key in self._keys.get(owner, [])[begin : len(keys)]:
+            if key is not None:
+                self._cached[key].here = True
         if self._write == "through":
             self._send(keys, begin)
 
@@ -561,6 +565,7 @@ class PrefixPagePool(PagePool):
         for key in keys:
             if key in self._writing:
                 self._writing.remove(key)
+                self._cached[key].here = True
                 self._leave(key)
 
     def is_whole(self) -> bool:
@@ -604,7 +609,7 @@ class PrefixPagePool(PagePool):
         assert self.tiers is not None
         chunk = self.tiers.chunk
         for key in keys[begin - begin % chunk : len(keys) - len(keys) % chunk]:
-            if key in self._cached and key not in self._writing and self.tiers.lack(key):
+            if key in self._cached and self._cached[key].here and key not in self._writing and self.tiers.lack(key):
                 self._writing.add(key)
                 self._idle.pop(key, None)
                 self._cached[key].users += 1

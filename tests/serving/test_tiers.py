@@ -174,6 +174,16 @@ def test_a_page_that_comes_stays_until_it_is_here():
     assert pool.is_whole()
 
 
+def test_a_page_that_is_not_computed_yet_is_not_written():
+    pool = PrefixPagePool(6, tiers=Tiers({"host": PageStore(8)}), write="selective")
+    pool.reuse(1, 3, [])
+    pool.commit(1, [7, 8])  # when it is scheduled
+    assert (pool.reuse(2, 3, [7, 8]), pool.outgoing) == ((((0, 2), (3, 1)), 2), [])
+    pool.store(1, [7, 8])
+    pool.release(2)
+    assert (pool.reuse(3, 3, [7, 8]), pool.outgoing) == ((((0, 2), (3, 1)), 2), [(7, 0), (8, 1)])
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
