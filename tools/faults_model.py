@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of campaigns of simulated faults in docs/reliability.md: ``python -m tools.faults_model [PARTS...]``.
 
-PARTS are files that ``experiment=faults experiment.parts=FILE`` kept, of which nobody knows the CPU time.
+PARTS are files that ``experiment=faults experiment.parts=FILE`` kept; their CPU time is unknown.
 ``python -m tools.faults_model --save FILE PARTS`` keeps the sum of one of them for `STORED`, whose files are always
 counted; each is an object with the code and the options of a campaign, its seeds as pairs of the
 first and the one after the last, how requests ended, in how many scenarios a message or transition was reached, CPU

@@ -98,7 +98,7 @@ def probe(words: Sequence[str]) -> int:
                 status, why = _ran(part, folder, limit, asked)
             except KeyboardInterrupt:
                 raise KeyboardInterrupt(
-                    f"{path} has what was measured of {number + 1} of {len(parts)} parts"
+                    f"{path} holds the measurements of {number + 1} of {len(parts)} parts"
                 ) from None
             finally:
                 keep(part, folder, status, why, time.monotonic() - at)

@@ -148,7 +148,7 @@ class TierScheduler:
             self.tier_hits.setdefault(tier, {})[number] = count * self._engine.job.page_size
 
     def store(self) -> None:
-        """Write what is computed to tiers; nobody waits for it."""
+        """Write computed pages to tiers, without a wait."""
         if self._cache.write != "back" and (out := self._pages.outgoing()):
             self._move(out, ())
 

@@ -226,7 +226,7 @@ class Crossing:
 
 
 def fold(several: Sequence[Series], users: Mapping[Any, Collection[Series]], now: float) -> list[Crossing]:
-    """Return the crossings of *several* series, with which no others share anything of which they are *users*.
+    """Return the crossings of *several* series, which share none of their *users* with other series.
 
     A crossing holds all that are alike, also those that share nothing with one another.
     """

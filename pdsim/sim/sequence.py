@@ -178,7 +178,7 @@ class Series:
         return lane.phase != WAITS and lane.begin <= end
 
     def keep(self, rows: list[Row], state: State) -> None:
-        """Be in *state*, after the writes of *rows*, whatever was foreseen."""
+        """Set *state*, after the writes of *rows*; forget the arrivals foreseen beyond them."""
         for kind in self.kinds[len(self.rows) : len(self.rows) + len(rows)]:  # the sum depends on the order
             self.path.ended += self.sizes[kind]
         self.rows = [*self.rows, *rows] if self.rows else rows  # those that are alike have one list

@@ -132,7 +132,7 @@ def test_interrupted_probe_keeps_a_bundle(name, tmp_path):
         assert process.stderr is not None
         next(line for line in process.stderr if line.startswith("probe transfers"))  # it measures
         process.send_signal(signal.SIGINT)
-        assert "has what was measured of 1 of " in process.communicate(timeout=60)[1]
+        assert "holds the measurements of 1 of " in process.communicate(timeout=60)[1]
     assert process.returncode == 130
     about = bundle.read(tmp_path / "probe-loopback.zip")[0]
     assert [part["status"] for part in about["parts"] if part["part"] == f"transfers {name}"] == ["interrupted"]

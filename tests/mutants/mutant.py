@@ -28,7 +28,7 @@ class Caught(NamedTuple):
     """How a mutant was caught."""
 
     seeds: int  # that were needed
-    run: int  # of which so many were run: the change could show
+    run: int  # seeds that were run because the change could show in them
     invariants: list[str]  # that did not hold in the last
 
 

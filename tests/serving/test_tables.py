@@ -173,7 +173,7 @@ def test_experts_of_another_shape_warn_and_scale():
 def test_drawn_tokens_of_a_step_hit_fewer_experts():
     balanced = lookup(MIXED, moe=MOE)
     one = replace(balanced, imbalance="drawn")
-    hit = 1 - (1 - 2 / 8) ** 4  # of eight experts, all of which four balanced tokens hit
+    hit = 1 - (1 - 2 / 8) ** 4  # the share of eight experts that four balanced tokens hit
     assert one.experts(4, 32, step=True) == pytest.approx(hit * balanced.experts(4, 32))
     assert one.experts(1, 32, step=True) == pytest.approx(balanced.experts(1, 32))
     assert one.experts(4, 32) == pytest.approx(balanced.experts(4, 32))
