@@ -256,16 +256,18 @@ class Causes:
                 if room in moved:
                     yield f"request {number} was sent out anew, though a transfer of room {room} was posted"
 
-    def miscounted(self, nbytes: Mapping[int, int]) -> Iterator[str]:
+    def miscounted(self, nbytes: Mapping[int, int], given_up: Set[int] = frozenset()) -> Iterator[str]:
         """Yield each request that was served with another number of bytes than its room moved, by *nbytes*.
 
-        The account of a request may be lost with its prefill instance, and a killed rank keeps none.
+        The account of a request may be lost with its prefill instance, or where prefill has *given up* a room that
+        decode serves, and a killed rank keeps none.
         """
-        lost = self._outages or self._left
+        gone = bool(self._outages or self._left)
         for number, (past, status, told) in enumerate(
             zip(self._histories, self._statuses, self._nbytes, strict=True)
         ):
-            moved = nbytes.get(past.tries[-1][1], 0) if past.tries else 0
+            room = past.tries[-1][1] if past.tries else -1
+            moved, lost = nbytes.get(room, 0), gone or room in given_up
             if status == "ok" and (moved > told > 0 if lost else moved != told):
                 yield f"request {number} is served with {told} bytes, its room moved {moved}"
 

@@ -342,8 +342,9 @@ def attempt(scenario: Scenario) -> Tried:
         checks.bounds.transferred(rank.transfers, timeout)
     statuses = causes.know(outcome, checks.held, checks.broken_rooms)
     bounds = checks.bounds
-    wrong = causes.unrecovered(outcome), causes.sent_wrongly(bounds.moved), causes.miscounted(bounds.nbytes)
-    violations = checks.finish(statuses, causes.request, *wrong)
+    wrong = causes.unrecovered(outcome), causes.sent_wrongly(bounds.moved)
+    miscounted = causes.miscounted(bounds.nbytes, checks.given_up)
+    violations = checks.finish(statuses, causes.request, *wrong, miscounted)
     counts = dict(Counter(status.partition(":")[0] for status in statuses))
     return Tried(scenario.seed, violations, counts, outcome.events, scenario.text, dict(checks.reached))
 

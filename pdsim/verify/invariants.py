@@ -100,6 +100,7 @@ class InvariantChecker(Observer):
         self.violations: list[Violation] = []
         self.held: set[int] = set()
         self.broken_rooms: set[int] = set()
+        self.given_up: set[int] = set()  # rooms of which the router has heard that they failed
         self.reached: Counter[str] = Counter()  # transitions and messages (`pdsim.verify.reached`)
         self._allowed = allowed
         self._computed = ComputedChecker(self._report)
@@ -257,6 +258,8 @@ class InvariantChecker(Observer):
         self._targets[message.room] = message
 
     def _on_done(self, sender: str, message: TransferDone) -> None:
+        if message.reason:
+            self.given_up.add(message.room)
         if not message.reason and self._reports.get((sender, message.room)) == "failed":
             self._report("I1", f"room {message.room} failed on {sender}, which says that it is written")
 

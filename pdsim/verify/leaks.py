@@ -28,8 +28,11 @@ _NOT_STATE = frozenset(
 """Attributes that are not counted: not the protocol's own, statistics, drawn ahead, or remembered for longer than a
 scenario lasts (`pdsim.kv.rooms.OVER`)."""
 
-_POOLS = frozenset({"_starts", "_counts", "_by_size", "_free", "unused", "_cached", "_idle", "_nodes", "_kept"})
-"""Lists of what is free, also of pages that keep a prefix; how much that is says what is owned."""
+_POOLS = frozenset(
+    {"_starts", "_counts", "_by_size", "_free", "unused", "_cached", "_idle", "_nodes", "_kept", "outgoing"}
+)
+"""Lists of what is free, also of pages that keep a prefix; how much that is says what is owned.  Evicted pages are
+written to tiers before the next forward, if there is one; others that are to be written are in ``_writing``, too."""
 
 _NUMBERED = frozenset({"_fences"})
 """Tables whose keys are numbers of something else than rooms."""

@@ -266,6 +266,9 @@ FIXED = [
     (6072242, 1, "drafts limits stale", None),  # a time limit shorter than making a probe's lists of descriptors
     # page hashes of requests that left the queue at decode
     (5001329, 50, "aborts caches edges engines held kills late limits nodes policies shuffle squeezes", None),
+    (6008284, 7, "delays pulls", None),  # a lease ended, whose read decode had finished
+    (6015779, 50, "delays late squeezes grows caches changes drafts", None),  # a write timed out, and had arrived
+    (6007318, 47, "kills broken caches", None),  # no forward followed the last evictions
 ]
 """Scenarios that once broke an invariant: seed, requests, kinds of faults, and how the requests end."""
 
