@@ -14,10 +14,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pdsim.calibration import samples as points
 from pdsim.calibration import transfers
-from pdsim.calibration.definition import Calibration, HeldOut
-from pdsim.calibration.robust import Floats
+from pdsim.calibration.definition import Calibration, HeldOut, on_host
+from pdsim.calibration.robust import Floats, robust_fit
 from pdsim.calibration.samples import Sample, Samples
 from pdsim.calibration.transfers import FORMS, OF_READS, Fit, points_of
 from pdsim.core.errors import ConfigError
@@ -118,6 +120,49 @@ def fitted(
         provenance=about | {"fit": command, "commit": commit()},
     )
     return Fitted(calibration, samples, one, errors)
+
+
+@dataclass(frozen=True)
+class OfHost:
+    """The *factor* of a host's part of transfers (`Config.host_factor`), of all jobs and of *each*, lowest first.
+
+    *before* and *after* are the absolute errors of the times with a factor of 1 and with this one.
+    """
+
+    factor: float
+    each: Sequence[float]
+    before: Floats
+    after: Floats
+
+
+def of_host(samples: Samples, hw: Machine, backend: Engine, at: str) -> OfHost:
+    """Return what pairs in *samples*, measured on one host, say of it beside the model *at* of *backend* on *hw*.
+
+    One number is fitted: rates and the wire stay (`definition.on_host`).  Raise a `ConfigError` without such a model
+    or for fewer than three transfers that were alone.
+    """
+    rows = [row for row in samples.rows if (row.pattern, row.schedule, row.concurrency) == ("pair", "free", 1)]
+    line = link_of(hw, base_of(backend, at).path)[1]
+    if len(rows) < transfers.LEAST:
+        raise ConfigError(f"{len(rows)} pairs are too few to tell a host; measure {transfers.LEAST} or more")
+    rows.sort(key=lambda row: row.operation)  # reads first
+    parts = [
+        points_of([row for row in rows if row.operation == way], read=way == "read") for way in ("read", "write")
+    ]
+
+    def seconds(factor: float) -> Floats:
+        model = base_of(on_host(backend, factor), at)
+        return np.concatenate([model.isolated_time(of.blocks, of.nbytes, line, read=of.read) for of in parts])
+
+    def fitted_to(measured: Sequence[float]) -> float:
+        best = robust_fit(lambda by: seconds(by["host"]), measured, {"host": 1.0}, scale=transfers.SCALE)
+        return best.values["host"]
+
+    measured = [row.seconds for row in rows]
+    factor = fitted_to(measured)
+    jobs = [fitted_to(of) for of in zip(*(row.per_job for row in rows), strict=False)]
+    before, after = (np.abs(seconds(by) / measured - 1.0) for by in (1.0, factor))
+    return OfHost(factor, sorted(jobs) or [factor], before, after)
 
 
 def base_of(backend: Engine, at: str) -> EngineModel:

@@ -257,6 +257,19 @@ def reads(largest: int, left: Iterable[Cell]) -> tuple[list[Cell], list[Cell]]:
     return cells, [cell._replace(operation="read") for cell in list(left)[::2]]
 
 
+def of_host(operation: str) -> list[Cell]:
+    """Return 20 points that posting dominates, of half a MiB each or less but four: they tell hosts apart.
+
+    >>> len(of_host("write"))
+    20
+    """
+    shapes = [(1 << power, size) for size in AT[:2] for power in (0, 1, 2, 3, 4, 5, 6, 8, 10)] + [
+        (1, AT[3]),
+        (4, AT[3]),
+    ]
+    return [Cell("pair", count, size, 1, operation) for count, size in shapes]
+
+
 def repeats(cell: Cell, least: int) -> int:
     """Return how often to repeat *cell*: *least* times or, where they are quick, as often as `CHEAP` allows."""
     call, descriptor, rate = 50e-6, 3e-6, 100e9  # assumed: about what engines between GPUs take

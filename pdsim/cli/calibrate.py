@@ -15,10 +15,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pdsim.calibration import bundle, importers
 from pdsim.calibration import calibrate as fits
 from pdsim.calibration import samples as points
-from pdsim.calibration.definition import measure
+from pdsim.calibration.definition import drawn, measure
 from pdsim.calibration.samples import Samples
 from pdsim.cli.help import parse, plain_name
 from pdsim.config import Config
@@ -56,9 +58,15 @@ def calibrate(words: Sequence[str]) -> int:
             raise ConfigError(f"{option} {asked[option]}: must be >= {least}")
     if "--no-fit" in asked and "--from" in asked:
         raise ConfigError("--no-fit measures only, and --from fits only; leave one of them out")
+    of_host = "--host" in asked
+    if wrong := of_host and [word for word in ("--quick", "--no-fit", "--held", "--largest") if word in asked]:
+        raise ConfigError(f"--host measures 20 transfers and fits one factor; leave out {wrong[0]}")
     if "--from" in asked and bundle.is_bundle(asked["--from"]):
         return _of_bundle(asked, overrides, command)
-    config = composed(CommandLine.of([*overrides, "experiment=transfer", "calibration=none"], asked))
+    beside = [] if of_host else ["calibration=none"]  # of a host, its factor is sought
+    config = composed(
+        CommandLine.of([*overrides, "experiment=transfer", *beside, *["host_factor=1"] * of_host], asked)
+    )
     at = _path_of(config, asked)
     fits.base_of(config.backend, at)  # refuses what it has to before minutes of measuring
     store.make(to, "--to ")
@@ -68,6 +76,10 @@ def calibrate(words: Sequence[str]) -> int:
         samples = importers.read(asked["--from"], asked.get("--format", ""))
     else:
         samples = _measured(asked, overrides, config, command, partial)
+    if of_host:
+        path = asked["--from"] if "--from" in asked else partial.replace(to / f"{name}.host.csv")
+        _show_host(config, fits.of_host(samples, config.hw, config.backend, at), path)
+        return 0
     if "--no-fit" in asked:
         partial = partial.replace(to / f"{name}.csv")
         terminal.show_lines(f"samples: {partial}; fit them with pdsim calibrate --from {partial}")
@@ -76,6 +88,22 @@ def calibrate(words: Sequence[str]) -> int:
     if "--from" not in asked:
         partial.unlink()
     return 0
+
+
+def _show_host(config: Config, found: fits.OfHost, path: Path) -> None:
+    before, after = (f"{np.median(of):.1%} ({np.quantile(of, 0.95):.0%})" for of in (found.before, found.after))
+    known = config.calibration.hosts if config.calibration is not None else ()
+    use = f"hw={config.hw.name} backend={config.backend.name} host_factor={found.factor:.3g}"
+    terminal.show_lines(
+        f"host_factor={found.factor:.3g}, jobs {found.each[0]:.3g} to {found.each[-1]:.3g}: {len(found.after)} "
+        f"transfers in {path}, whose errors are {before} without it and {after} with it, median (95th percentile)"
+    )
+    if len(set(known)) > 1:
+        low, high = np.quantile(drawn(known, config.seed, 1000), (0.025, 0.975))
+        terminal.show_lines(
+            f"95 of 100 hosts: {low:.2f} to {high:.2f}, as the {len(known)} of the calibration differ"
+        )
+    terminal.show_lines(f"to use it: pdsim run {use}")
 
 
 def _fitted(config: Config, at: str, name: str, samples: Samples, command: str, to: Path) -> None:
@@ -153,17 +181,22 @@ def _measured(
     # (`pdsim.calibration.samples.floor`).  Writes have reads beside them.  What there is goes to *partial*.
     from pdsim.run import run
 
-    largest, jobs, repeat = asked.get("--largest", 256 << 20), asked.get("--jobs", 9), asked.get("--repeat", 5)
+    of_host = "--host" in asked
+    largest, repeat = asked.get("--largest", 256 << 20), asked.get("--repeat", 5)
+    jobs = asked.get("--jobs", 3 if of_host else 9)
     operation = str(vars(config.experiment)["operation"])
-    cells, left = points.grid(operation, largest, asked.get("--held", 16), config.seed)
-    if operation == "write":
+    cells, left = points.of_host(operation), list[points.Cell]()
+    if not of_host:
+        cells, left = points.grid(operation, largest, asked.get("--held", 16), config.seed)
+    if operation == "write" and not of_host:
         more, more_left = points.reads(largest, left)
         cells, left = [*cells, *more], [*left, *more_left]
     listed = store.make(Path(config.output), "output=") / f"calibrate-points-{os.getpid()}.csv"
     points.write_points(listed, [*cells, *left], repeat)
     own = [f"experiment.points={listed}", "experiment.order=shuffled"]
     defaults = ["experiment.warmup=10", "experiment.verify=false"]
-    chosen = [*defaults, *overrides, "experiment=transfer", "calibration=none", *own]
+    beside = [] if of_host else ["calibration=none"]
+    chosen = [*defaults, *overrides, "experiment=transfer", *beside, *own]
     folders = [f"--config-dir={asked['--config-dir']}"] if "--config-dir" in asked else []
     runs: list[tuple[record.Result, Path]] = []
     began = time.monotonic()

@@ -222,5 +222,5 @@ def host_note(config: Config, transfers: Sequence[TransferRecord]) -> list[str]:
         f"host: on {len(spread.known)} hosts its part of a transfer took {min(spread.known):g} to "
         f"{max(spread.known):g} times what calibration={calibration.name} says; alone, these transfers take "
         f"{spread.low:.2f} to {spread.high:.2f} times as long on 95 of 100 hosts (draw_host=true, host_factor=, "
-        "pdsim doctor --host)"
+        "pdsim calibrate --host)"
     ]

@@ -3,13 +3,18 @@
 import json
 import re
 
+import numpy as np
 import pytest
+from pyarrow.parquet import read_table
 
 from backends import host_speed
 from experiments import transfer
+from pdsim.calibration.calibrate import of_host
 from pdsim.calibration.definition import drawn
+from pdsim.calibration.samples import Sample, Samples
 from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError
+from pdsim.core.repository import data
 from pdsim.results.evidence import extrapolations, host_note, host_spread
 from pdsim.sim.model import Model
 from pdsim.transfer import TransferRecord
@@ -44,6 +49,36 @@ def test_results_say_how_far_other_hosts_move_their_transfers():
     _, spread = said("experiment.blocks=[1]", "experiment.size=[256MiB]")  # all wire
     assert 0.99 < spread.low < 1.0 < spread.high < 1.01
     assert said(*small, "host_factor=1.1") == ([], None)
+
+
+def test_twenty_transfers_tell_the_factor_of_a_host(pdsim_says, tmp_path):
+    words = ["hw=2xh200", "backend=mooncake_nvlink", f"--to={tmp_path}", f"output={tmp_path}"]
+    status, text, _ = pdsim_says("calibrate", "--host", *words, "host_factor=1.3", "--jobs=2")
+    assert status == 0
+    assert text.startswith(f"host_factor=1.3, jobs 1.3 to 1.3: 20 transfers in {tmp_path}")
+    assert "and 0.0% (0%) with it" in text
+    assert "95 of 100 hosts: 0.80 to 1.40, as the 3 of the calibration differ" in text
+    assert pdsim_says("calibrate", "--host", "--quick", *words)[0] == 2
+
+
+def test_a_slow_host_is_told_by_its_writes():
+    rows = read_table(data("benchmarks/transfers-4xh100-again.parquet")).to_pylist()
+    rows = [row for row in rows if row["backend"] == "mooncake_nvlink" and row["group"] in ("pair", "pair, read")]
+    samples = [
+        Sample(
+            blocks=row["descriptors"],
+            size=row["nbytes"] // row["descriptors"],
+            operation="read" if row["group"].endswith("read") else "write",
+            **dict.fromkeys(("seconds", "low", "high"), row["measured"]),
+        )
+        for row in rows
+    ]
+    usual = composed("hw=4xh100")
+    of_writes = of_host(Samples(samples[:23]), usual.hw, usual.backend, "intra").factor
+    slow = composed("hw=4xh100", f"host_factor={of_writes}")
+    before, after = (of_host(Samples(samples[23:]), of.hw, of.backend, "intra").before for of in (usual, slow))
+    assert np.median(before) > 0.09
+    assert np.median(after) < 0.04
 
 
 @pytest.mark.parametrize("seed", [1, 2])
