@@ -35,7 +35,6 @@ MODULES = (
     "pdsim/sim/memory.py",
     "pdsim/sim/posting.py",
     "pdsim/sim/network.py",
-    "pdsim/sim/links.py",
     "pdsim/sim/crossing.py",
     "pdsim/sim/sequence.py",
     "pdsim/kv/contents.py",

@@ -134,7 +134,7 @@ def simulate(work: Workload) -> tuple[Cost, NDArray[np.float64]]:
         seconds = time.process_time() - begin
     finally:
         gc.enable()
-    return Cost(seconds / flows * 1e6, network.solver.touched / flows, network.events / flows), np.array(ends)
+    return Cost(seconds / flows * 1e6, network.touched / flows, network.events / flows), np.array(ends)
 
 
 class SimGrid:

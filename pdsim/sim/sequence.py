@@ -28,11 +28,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from pdsim.core.clock import Clock
-    from pdsim.sim.links import Flow, Link, Path
     from pdsim.transfer import Peer, Transfer, Writes
 
     # their modules import this one
+    Flow: TypeAlias = Any
+    Link: TypeAlias = Any
     Network: TypeAlias = Any
+    Path: TypeAlias = Any
     SimEndpoint: TypeAlias = Any
     SimTransfer: TypeAlias = Any
     SendQueue: TypeAlias = Any
@@ -436,7 +438,8 @@ def _table(rows: list[Row]) -> Times:
 
 
 def _free(path: Path, link: Link) -> float:
-    return path.cap if link is path.own else link.capacity
+    free: float = path.cap if link is path.own else link.capacity
+    return free
 
 
 def _nobody(_: Any) -> None: ...

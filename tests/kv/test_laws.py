@@ -18,8 +18,8 @@ from pdsim.kv.pages import PagePool
 from pdsim.serving.prefill import PrefillScheduler
 from pdsim.serving.router import Router
 from pdsim.sim.endpoint import Payload
-from pdsim.sim.links import Link
 from pdsim.sim.model import Model
+from pdsim.sim.network import Link
 from pdsim.transfer.job import Outcome
 from pdsim.verify.laws import LawChecker, broken
 from tests.mutants.mutant import patched

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdsim.core.clock import Clock
-from pdsim.sim.links import Waterfill
 from pdsim.sim.network import Network
+from tests.sim.test_sharing import load, rate
 
 SLACK = 1e-9
 END = 10.0  # by then all that was going to happen has happened, and dead links are mended
@@ -109,8 +109,8 @@ def test_a_flow_alone_has_the_times_that_a_solution_gives_bit_for_bit(scenario):
     quick, solved = Run(scenario), Run(scenario)
     with pytest.MonkeyPatch.context() as patch:
         quick.finish()
-        patch.setattr(Waterfill, "enter_alone", never)
-        patch.setattr(Waterfill, "is_alone", never)
+        patch.setattr(Network, "_enter_alone", never)
+        patch.setattr(Network, "_is_alone", never)
         solved.finish()
     assert quick.ends == solved.ends
     assert quick.left == solved.left
@@ -120,11 +120,11 @@ def test_a_flow_alone_has_the_times_that_a_solution_gives_bit_for_bit(scenario):
 
 def bottleneck(path):
     """Whether the flows of *path* cannot have more: a cap, or a full link where nobody is faster."""
-    if path.rate >= path.cap * (1 - SLACK):
+    if rate(path) >= path.cap * (1 - SLACK):
         return True
     return any(
-        link.load >= link.capacity * (1 - SLACK)
-        and all(path.rate >= other.rate * (1 - SLACK) for other in link._paths if other.flows)
+        load(link) >= link.capacity * (1 - SLACK)
+        and all(rate(path) >= rate(other) * (1 - SLACK) for other in link._paths if other.flows)
         for link in path.links
     )
 
@@ -135,9 +135,9 @@ def test_no_link_carries_more_than_it_can_and_every_flow_has_a_bottleneck(scenar
     run = Run(scenario)
     for _ in run.instants():
         for link in run.links:
-            assert link.load <= link.capacity * (1 + SLACK)
+            assert load(link) <= link.capacity * (1 + SLACK)
         for path in run.paths:
-            assert path.rate <= path.cap * (1 + SLACK)
+            assert rate(path) <= path.cap * (1 + SLACK)
             assert not path.flows or bottleneck(path)
 
 
@@ -147,8 +147,8 @@ def test_the_bytes_that_enter_leave_or_are_reported_as_left(scenario):
     run = Run(scenario)
     before, rates, carried = 0.0, [0.0] * len(run.links), [0.0] * len(run.links)
     for now in run.instants():
-        carried = [bytes_ + rate * (now - before) for bytes_, rate in zip(carried, rates, strict=True)]
-        before, rates = now, [link.load for link in run.links]
+        carried = [bytes_ + each * (now - before) for bytes_, each in zip(carried, rates, strict=True)]
+        before, rates = now, [load(link) for link in run.links]
     assert [link.carried for link in run.links] == pytest.approx(carried, rel=SLACK, abs=SLACK)
     for path in dict.fromkeys(run.paths):
         sent = sum(flow.size - run.left.get(n, 0.0) for n, flow in enumerate(run.flows) if flow.path is path)
@@ -161,7 +161,7 @@ def test_the_bytes_that_enter_leave_or_are_reported_as_left(scenario):
 def test_every_flow_ends_and_then_nothing_is_left_behind(scenario):
     run = Run(scenario).finish()
     assert sorted(run.ends) == list(range(len(run.flows)))
-    assert all(link.load == 0.0 and link.free == link.capacity and not link.active for link in run.links)
+    assert all(load(link) == 0.0 and link.free == link.capacity and not link.active for link in run.links)
     for path in dict.fromkeys(run.paths):
         assert path.carried == pytest.approx(sum(flow.size for flow in run.flows if flow.path is path), rel=1e-12)
 
@@ -209,12 +209,12 @@ def text_book(capacity, paths, flows):
     now, arrivals, ends, left = 0.0, list(enumerate(flows)), [math.nan] * len(flows), {}
     while arrivals or left:
         rates = fill(capacity, {flow: paths[flows[flow][1]] for flow in left})
-        until_end = min((left[flow] / rate for flow, rate in rates.items()), default=math.inf)
+        until_end = min((left[flow] / each for flow, each in rates.items()), default=math.inf)
         until_start = arrivals[0][1][0] - now if arrivals else math.inf
         step = min(until_end, until_start)
         now = arrivals[0][1][0] if until_start <= until_end else now + step
-        for flow, rate in rates.items():
-            left[flow] -= rate * step
+        for flow, each in rates.items():
+            left[flow] -= each * step
             if left[flow] <= 1e-12 * flows[flow][2]:
                 ends[flow] = now
                 del left[flow]
