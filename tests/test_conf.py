@@ -16,9 +16,9 @@ from pdsim.calibration.calibrate import link_of
 from pdsim.config import UNSAID, Config, ExperimentOptions, as_written, build, compose, load, numbers, presets, rules
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
+from pdsim.core.files import data
 from pdsim.core.plugins import describe, groups, options
 from pdsim.core.progress import silent
-from pdsim.core.repository import data
 from pdsim.hardware.machine import EVIDENCE, Gpu, Host, Machine, Nic
 from pdsim.models.llm import Llm
 from pdsim.sim.model import Model

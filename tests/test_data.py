@@ -9,7 +9,7 @@ import json
 import pytest
 
 from pdsim.core import files
-from pdsim.core.repository import data
+from pdsim.core.files import data
 from pdsim.validation.intervals import BLIND
 from pdsim.validation.sealed import unseal
 from tools import tables, validation

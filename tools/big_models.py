@@ -28,7 +28,7 @@ from typing import NamedTuple
 from pdsim.compute.forward import forward_time
 from pdsim.compute.roofline import ForwardTime
 from pdsim.config.compose import compose
-from pdsim.core.repository import data
+from pdsim.core.files import data
 from pdsim.models.llm import Side
 
 

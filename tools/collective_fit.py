@@ -18,7 +18,7 @@ import numpy as np
 
 from pdsim.calibration.robust import robust_fit
 from pdsim.config.compose import compose
-from pdsim.core.repository import data
+from pdsim.core.files import data
 from pdsim.hardware.costs import Collective, CollectiveModel
 from pdsim.results.record import Table
 from tools.tables import rows as rows_of

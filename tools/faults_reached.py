@@ -6,9 +6,8 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator
 
-from experiments.faults import FaultsOptions, reached
-from experiments.faults.trials import FaultTrial, tries
-from pdsim.core.repository import data
+from experiments.faults import FaultsOptions, FaultTrial, reached, tries
+from pdsim.core.files import data
 from pdsim.verify.reached import MESSAGES
 
 RECORD = data("benchmarks", "faults_reached.csv")

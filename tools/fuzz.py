@@ -31,7 +31,7 @@ from random import Random
 from typing import Any, TextIO
 
 from pdsim.core.errors import ConfigError, MessageError
-from pdsim.core.repository import data
+from pdsim.core.files import data
 from pdsim.results.record import Table
 
 SLOW = 5.0

@@ -29,7 +29,7 @@ from pdsim.calibration.robust import bootstrap
 from pdsim.config import Config
 from pdsim.config.compose import compose
 from pdsim.core import plugins
-from pdsim.core.repository import data
+from pdsim.core.files import data
 from pdsim.hardware.machine import Copies
 from pdsim.results.record import Table
 from pdsim.sim.memory import LAUNCH

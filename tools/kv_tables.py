@@ -27,8 +27,8 @@ import numpy.typing as npt
 import experiments.serve
 from pdsim.config import Config
 from pdsim.config.compose import compose
+from pdsim.core.files import data
 from pdsim.core.progress import silent
-from pdsim.core.repository import data
 from pdsim.results.record import Result
 from pdsim.sim.model import Model
 from tools.tables import rows

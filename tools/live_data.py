@@ -21,7 +21,7 @@ from typing import Any
 from experiments.validate_live import APART, WARMUP, Parts, predicted
 from pdsim.config import Config
 from pdsim.config.compose import compose
-from pdsim.core.repository import data
+from pdsim.core.files import data
 from pdsim.results.record import Table
 from pdsim.results.terminal import show_table
 from pdsim.serving.workload import Request

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from pdsim.calibration.robust import bootstrap
-from pdsim.core.repository import data
+from pdsim.core.files import data
 from tools import tables
 
 SAMPLES = data("benchmarks", "mooncake-calls.parquet")

@@ -26,7 +26,7 @@ from pdsim.calibration.robust import linear, robust_fit
 from pdsim.calibration.samples import Sample
 from pdsim.calibration.transfers import SCALE
 from pdsim.config.compose import compose
-from pdsim.core.repository import data
+from pdsim.core.files import data
 from pdsim.hardware.costs import EngineModel, OptionCosts, Workers
 from pdsim.results.record import Table
 

@@ -45,7 +45,7 @@ from experiments.reports.report_points import ReportPoint, committed
 from pdsim.config import Config, ExperimentOptions, keys
 from pdsim.config.keys import Key
 from pdsim.core import plugins
-from pdsim.core.repository import data
+from pdsim.core.files import data
 from pdsim.kv.policy import Policy
 from pdsim.recipes import known
 from pdsim.results.schema import INSTANTS, LIVE, OPTIONAL, REQUESTS, SAMPLES, TRANSFERS, Column

@@ -15,8 +15,8 @@ from pdsim.calibration import samples
 from pdsim.calibration.calibrate import Fitted, fitted, table
 from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError, instead
+from pdsim.core.files import data
 from pdsim.core.plugins import conf
-from pdsim.core.repository import data
 from pdsim.results.record import Table
 from pdsim.results.terminal import show_table
 from tools import collective_fit, handoff_fit, option_fit

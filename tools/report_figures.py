@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from experiments.reports.figures import keep, simulated
 from pdsim.config.compose import compose
-from pdsim.core.repository import data
+from pdsim.core.files import data
 
 
 def main() -> None:

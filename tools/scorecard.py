@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pdsim.core.errors import ConfigError
-from pdsim.core.repository import data
+from pdsim.core.files import data
 from tools.tables import markdown, rows
 
 NAMES = ("output", "tpot", "tpot p90", "tpot p99", "ttft", "ttft p90", "ttft p99")

@@ -22,9 +22,9 @@ from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 
-from backends.live import model_folder
 from backends.live.commands import MODULES, gpus_needed, launches, refusals
 from backends.live.http import UNREADABLE, LiveServer, body_of, session
+from backends.live.launch import model_problem, write_model
 from backends.live.metrics import MetricSample, Page
 from backends.live.routes import Direct, RequestRoute, RequestRow, SglangPair, VllmPair
 from pdsim.config import Config
@@ -89,7 +89,7 @@ def problems(config: Config) -> Iterator[str]:
 def _launch_problems(config: Config, engine: str) -> Iterator[str]:
     from backends.diagnosis import gpu_count
 
-    if reason := model_folder.problem(config.model):
+    if reason := model_problem(config.model):
         yield reason
     yield from refusals(config, engine)
     if not installed(engine, config.live.python):
@@ -140,7 +140,7 @@ def deployed(
         return
     from backends.live.launch import started
 
-    model = model_folder.write(config.model, folder / "model")
+    model = write_model(config.model, folder / "model")
     planned = launches(config, engine, model, installed(engine, live.python).rpartition(" ")[2])
     try:
         with started(planned, folder, live.ready, lambda text: progress(0.0, text)):

@@ -22,7 +22,7 @@ from experiments.capacity import answer
 from experiments.capacity.answer import Entry, Found
 from experiments.capacity.search import LEAST, Capacity, Search, served
 from experiments.capacity.shapes import Plan, Shape, configured, listed, plans
-from experiments.parts import Parts
+from experiments.jobs import Parts
 from pdsim.config import Config, ExperimentOptions, canonical
 from pdsim.core.errors import ConfigError, RunWarning
 from pdsim.core.progress import ShowProgress

@@ -23,8 +23,8 @@ from experiments.reports.claims import burst
 from experiments.serve import ServeOptions
 from experiments.serve import run as serve
 from pdsim.config import Config, ExperimentOptions
+from pdsim.core.files import data
 from pdsim.core.progress import ShowProgress, silent
-from pdsim.core.repository import data
 from pdsim.hardware.machine import Machine
 from pdsim.models.llm import Llm, Parallel, Side
 from pdsim.results.record import Metric, Result, Table

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from pdsim.core.errors import ConfigError
-from pdsim.core.repository import data
+from pdsim.core.files import data
 
 
 @dataclass(frozen=True)

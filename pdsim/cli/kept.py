@@ -94,7 +94,7 @@ def _content(folder: Path, slo: SloLimits | None) -> Any:
         from pdsim.sweep import pareto
 
         return pareto.content(folder, slo)
-    from pdsim.results.report import run_report
+    from pdsim.results.report.page import run_content
     from pdsim.validation import agreement
 
     if (folder / sealed.EXPECTED).is_file() and (folder / sealed.MEASURED).is_file():
@@ -103,7 +103,7 @@ def _content(folder: Path, slo: SloLimits | None) -> Any:
         raise ConfigError(
             f"--slo is of a sweep, and {folder} is a run; leave it out, or set slo.ttft when it is run"
         )
-    return run_report.content(folder)
+    return run_content(folder)
 
 
 def _written(path: Path, content: bytes) -> str:

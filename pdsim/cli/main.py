@@ -26,8 +26,7 @@ from pdsim.cli import help as usage
 from pdsim.cli.process import begun, only_json, terminable
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError, PdsimError, instead, near
-from pdsim.core.files import printable
-from pdsim.core.repository import data
+from pdsim.core.files import data, printable
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

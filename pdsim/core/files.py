@@ -2,7 +2,8 @@
 """Files that somebody else may have written: they are regular, bounded, and print nothing but text.
 
 Such files are opened here: by `regular` to be read line by line, by `whole` and `text` at once, by `yaml_text` as
-YAML, by `table` as CSV.  A file that is refused is an `OSError`, as one that cannot be read is.
+YAML, by `table` as CSV.  A file that is refused is an `OSError`, as one that cannot be read is.  `data` is where a
+checkout keeps its committed measurements.
 """
 
 from __future__ import annotations
@@ -132,3 +133,8 @@ def shown(word: str) -> str:
     ('hw=8xh20', "'hw=8xh20\\n'")
     """
     return word if word.isprintable() else repr(word)
+
+
+def data(*parts: str) -> Path:
+    """Return the path of *parts* below ``data/`` of the checkout; from a wheel it does not exist."""
+    return Path(__file__).resolve().parents[2].joinpath("data", *parts)

@@ -22,8 +22,7 @@ from pdsim.core.units import format_time
 from pdsim.results import schema
 from pdsim.results.drawing import Figure, Marks, Panel, Scale
 from pdsim.results.kept import SloLimits
-from pdsim.results.report import run_report
-from pdsim.results.report.page import Content, Tile
+from pdsim.results.report.page import Content, Tile, what_was_run
 from pdsim.sweep import best, collect
 from pdsim.sweep.best import Ranked
 
@@ -96,7 +95,7 @@ def _first_run(folder: Path, points: Sequence[Mapping[str, Any]], swept: Sequenc
         if (path := folder / str(point["folder"]) / "config.yaml").is_file():
             config = schema.read_configuration(path)
             same = {key: value for key, value in config.items() if not covers(swept, key)}
-            return run_report.what_was_run(same)
+            return what_was_run(same)
     return {}
 
 

@@ -14,8 +14,7 @@ from pdsim.core.errors import ConfigError
 from pdsim.core.units import format_rate, format_size, format_time
 from pdsim.results import terminal
 from pdsim.results.drawing import Figure, Marks, Panel, Scale, cumulative, thinned
-from pdsim.results.report import run_report
-from pdsim.results.report.page import Content, Tile
+from pdsim.results.report.page import Content, Tile, run_content
 from pdsim.results.store import FILES
 from pdsim.validation import loads
 from pdsim.validation.sealed import EXPECTED, MEASURED, read, values_in
@@ -71,7 +70,7 @@ def content(folder: Path) -> Content:
     about = f"{expected['backend']} on {expected['hw']}" if "hw" in expected else folder.name
     title = f"{about}: predicted and measured"
     if all((folder / name).is_file() for name in FILES):
-        base = run_report.content(folder, figures(compared))
+        base = run_content(folder, figures(compared))
         facts |= {"status": base.facts["status"]}
         page = replace(base, provenance={**kept, **base.provenance})
     else:

@@ -13,7 +13,7 @@ from pdsim.cli.calibrate import calibrate
 from pdsim.cli.main import main
 from pdsim.config import build
 from pdsim.core.errors import ConfigError
-from pdsim.core.repository import data
+from pdsim.core.files import data
 
 OUTPUTS = Path(__file__).parent / "outputs"
 MORI = ["--from", str(OUTPUTS / "mori.txt")]

@@ -15,7 +15,7 @@ from pdsim.calibration.diagnosis import EXPECTED, Explanation, explanations, tim
 from pdsim.calibration.samples import Sample
 from pdsim.cli.main import main
 from pdsim.config.compose import compose
-from pdsim.core import repository
+from pdsim.core.files import data
 from pdsim.hardware.costs import EngineModel
 
 HW = compose(["hw=2x8xh100", "backend=nixl"]).hw
@@ -132,7 +132,7 @@ def test_tcp_on_a_busy_host_is_no_late_completion(tmp_path: Path, capsys: pytest
     assert said["causes"][0]["cause"] == "over TCP"  # type: ignore[index]
 
 
-LINES = repository.data("benchmarks", "public_transfers.csv").read_text().splitlines()
+LINES = data("benchmarks", "public_transfers.csv").read_text().splitlines()
 PUBLIC_ROWS = list(csv.DictReader(line for line in LINES if not line.startswith("#")))
 
 

@@ -14,7 +14,7 @@ from pdsim.calibration.definition import drawn
 from pdsim.calibration.samples import Sample, Samples
 from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError
-from pdsim.core.repository import data
+from pdsim.core.files import data
 from pdsim.results.evidence import extrapolations, host_note, host_spread
 from pdsim.sim.model import Model
 from pdsim.transfer import TransferRecord

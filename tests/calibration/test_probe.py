@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from pdsim.calibration import bundle
 from pdsim.cli import probe as command
 from pdsim.cli.main import main
-from pdsim.core.repository import data
+from pdsim.core.files import data
 from tests.support.engines import MARKED
 
 CX7 = "transfers/mori-2x8xmi300x_cx7.csv"

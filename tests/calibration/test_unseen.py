@@ -7,7 +7,7 @@ import pytest
 
 from pdsim.calibration import samples
 from pdsim.config.compose import compose
-from pdsim.core.repository import data
+from pdsim.core.files import data
 from tools import known_link as link
 from tools.kv_tables import H20, H800, PAGE, calls, configuration, phases, served, table
 from tools.tables import rows

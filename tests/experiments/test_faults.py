@@ -15,9 +15,18 @@ import psutil
 import pytest
 from msgspec.structs import replace as changed
 
-from experiments.faults import FaultsOptions, reached, run, scenario
+from experiments.faults import (
+    CRASH,
+    FaultsOptions,
+    FaultTrial,
+    campaign_parts,
+    reached,
+    run,
+    scenario,
+    shrunk,
+    tries,
+)
 from experiments.faults.scenario import KINDS, RARE, Tried, attempt, draw
-from experiments.faults.trials import CRASH, FaultTrial, campaign_parts, shrunk, tries
 from pdsim.core.clock import fire
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import silent
@@ -130,7 +139,7 @@ def test_parts_of_other_code_or_options_do_not_add_up(tmp_path: Path, monkeypatc
     campaign_parts(file, {"requests": 5})
     with pytest.raises(ConfigError, match="requests=5, these are of 6"):
         campaign_parts(file, {"requests": 6})
-    monkeypatch.setattr("experiments.faults.trials.code", lambda: "other")
+    monkeypatch.setattr("experiments.faults.code", lambda: "other")
     with pytest.raises(ConfigError, match="these are of other"):
         campaign_parts(file, {"requests": 5})
     file.write_text("{}\n")
@@ -294,7 +303,7 @@ def test_a_scenario_that_cannot_be_run_is_a_violation(monkeypatch: pytest.Monkey
     def fails(*_: object) -> None:
         raise ZeroDivisionError("what")
 
-    monkeypatch.setattr("experiments.faults.trials.attempt", fails)
+    monkeypatch.setattr("experiments.faults.attempt", fails)
     (found,) = FaultTrial(1, 3).run().violations
     assert (found.invariant, found.what.startswith("ZeroDivisionError: what, in fails")) == (CRASH, True)
 

@@ -12,8 +12,8 @@ from experiments.reports.figures import FIGURES, kept, run, simulated
 from experiments.reports.plot import FIGURES as DRAWN
 from experiments.reports.plot import figure
 from experiments.reports.report_points import keep, loaded
+from pdsim.core.files import data
 from pdsim.core.progress import silent
-from pdsim.core.repository import data
 from pdsim.sim.model import Model
 from tests.support.composed import composed
 

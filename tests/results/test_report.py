@@ -8,7 +8,7 @@ import pytest
 import pdsim
 from pdsim.results import terminal as report
 from pdsim.results.record import Metric, Table
-from pdsim.results.report import run_report
+from pdsim.results.report.page import run_content
 from pdsim.results.store import Run
 from pdsim.transfer.job import Outcome
 from tests.support.configs import MACHINE, make_config, make_result
@@ -104,7 +104,7 @@ def test_a_run_that_served_says_what_matters_in_a_dozen_lines(config):
         f"  pdsim explain {folder}",
         "  pdsim sweep --config-dir=mine hw=toy seed=0,1,2",
     ]
-    page = run_report.content(folder)
+    page = run_content(folder)
     assert page.provenance["command"] == "pdsim run --config-dir=mine hw=toy seed=3"
     assert "warning: a" in page.warnings
     assert not any("-v" in line for line in (*page.warnings, *page.lines))

@@ -19,7 +19,7 @@ from pdsim.compute.shapes import layer_shape, products
 from pdsim.config.compose import compose
 from pdsim.core import files
 from pdsim.core.errors import ConfigError
-from pdsim.core.repository import data
+from pdsim.core.files import data
 from pdsim.models.llm import Llm
 from pdsim.results.evidence import gather
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from backends.live import model_folder
 from backends.live.commands import gpus_needed, launches, refusals, router
+from backends.live.launch import write_model
 from backends.live.live_deployment import problems
 from pdsim.config.compose import compose
 
@@ -257,7 +257,7 @@ def test_a_key_that_the_engine_cannot_have_is_refused(engine, words, line):
 @pytest.mark.parametrize("model", ["qwen3-8b", "llama-3.1-8b", "tiny"])
 def test_a_model_folder_has_the_shape_and_all_tokens(tmp_path, model):
     llm = compose(["hw=8xh200", f"model={model}"]).model
-    folder = model_folder.write(llm, tmp_path / "model")
+    folder = write_model(llm, tmp_path / "model")
     shape = json.loads((folder / "config.json").read_text())
     layers, hidden, heads, kv = llm.layers, llm.hidden, llm.heads, llm.kv_heads
     names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
