@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why transfers are slower than an engine's model expects: each cause is the model with one number changed.
 
-By how much it is changed is found from the samples, one factor for all of them.  Causes are ranked by what they
-leave unexplained; those that the samples cannot tell apart are marked, and ranked by how little they change.
+By how much it is changed is found from the samples, one factor for all that the cause acts on.  Causes are ranked by
+what they leave unexplained; those that the samples cannot tell apart are marked, and ranked by how little they
+change.  What is beside the slow transfers tells most: the same from host memory, or of a program that measures the
+wire alone.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ _SURPRISE = {"over TCP": 4.0, "late completions": 2.0, "more descriptors": 1 / 7
 
 Change = Callable[[float], tuple[EngineModel, Rate, float]]
 """From a factor to a model, the rate of its links, and the descriptors for each that the sample has."""
+Acts = Callable[[Sample], bool]
+"""Whether a cause slows a sample; where none is said, it slows all of the engine and none of the bare wire."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,8 @@ class Timing:
 class Explanation:
     """A *cause*, the *factor* by which it changes a number of the model, and what it leaves *unexplained*.
 
-    *unexplained* is the mean relative distance of measured and predicted times, of posting too where that was
-    measured: ``exp(mean(abs(log(measured / predicted)))) - 1``.
+    *unexplained* is the mean relative distance of measured and predicted times, ``exp(mean(abs(log(measured /
+    predicted)))) - 1``; of posting too where that was measured, by its share of the time.
     """
 
     cause: str
@@ -76,8 +80,15 @@ def explanations(
     *line* is the rate of the links that *model* takes, in bytes/s; *tcp* is the same engine's model over TCP, if it
     can fall back to it.  What is `EXPECTED` within `TOLERANCE` comes first.
     """
-    found = [Explanation(EXPECTED, 1.0, _unexplained(samples, model, line), "nothing is slower than it should be")]
-    slowest = max(one.seconds for one in samples)
+    usual = model, line, 1.0
+    slowest = max(one.seconds for one in samples if not one.bare)
+
+    def unexplained(changed: tuple[EngineModel, Rate, float], acts: Acts = lambda one: not one.bare) -> float:
+        parts = ([one for one in samples if acts(one)], changed), ([one for one in samples if not acts(one)], usual)
+        logs, weights = np.hstack([_logs(rows, *setting) for rows, setting in parts if rows])
+        return float(np.expm1(np.average(np.abs(logs), weights=weights)))
+
+    found = [Explanation(EXPECTED, 1.0, unexplained(usual), "nothing is slower than it should be")]
 
     def wire(factor: float) -> tuple[EngineModel, Rate, float]:
         return _slower(model, factor), line / factor, 1.0
@@ -97,12 +108,18 @@ def explanations(
         "slow host": (host, lambda _: _OF_HOST),
         "late completions": (seen, lambda _: _OF_POLLING),
     }
-    if all(one.blocks == 1 for one in samples):  # as in logs that count no descriptors
+    on: dict[str, Acts] = {"slow wire": lambda _: True, "slow GPU memory": lambda one: one.memory == "gpu"}
+    if {one.memory for one in samples} >= {"gpu", "host"}:
+        changes["slow GPU memory"] = wire, (lambda _: _OF_GPU)
+    if len({one.bare for one in samples}) == 2:
+        changes["slow engine"] = wire, (lambda _: _OF_ENGINE)
+    if not any(one.counted for one in samples):
         changes["more descriptors"] = (lambda factor: (model, line, factor)), (lambda _: _OF_DESCRIPTORS)
     if tcp is not None:  # on a host that may be slow, too
         changes["over TCP"] = (lambda factor: host(factor, tcp, hw.host.tcp_rate)), (lambda _: _OF_TCP)
     for cause, (change, remedy) in changes.items():
-        left, factor = min((_unexplained(samples, *change(factor)), factor) for factor in _FACTORS)
+        acts = [on[cause]] if cause in on else []
+        left, factor = min((unexplained(change(factor), *acts), factor) for factor in _FACTORS)
         if factor > 1.0 or cause == "over TCP":
             found.append(Explanation(cause, factor, left, remedy(factor)))
     # the mean of n deviations is known to its n-th root, if they scatter as much as they are large
@@ -110,7 +127,7 @@ def explanations(
     scatter = float(np.expm1(np.log1p(least) * (1.0 + len(samples) ** -0.5)))
     found = [replace(one, alike=one.unexplained < max(least + _ALIKE, scatter)) for one in found]
     expected = found[0].unexplained <= TOLERANCE
-    quickest = min(one.expected for one in timings(samples, model, line))
+    quickest = min(one.expected for one in timings([one for one in samples if not one.bare], model, line))
 
     def rank(one: Explanation) -> tuple[bool, bool, int, bool, float]:
         change = one.factor
@@ -127,20 +144,33 @@ def _slower(model: EngineModel, factor: float) -> EngineModel:
     return replace(model, **{name: getattr(model, name) / factor for name in ("rate", "read_rate", "queue_rate")})
 
 
-def _unexplained(samples: Sequence[Sample], model: EngineModel, line: Rate, split: float = 1.0) -> float:
+def _logs(samples: Sequence[Sample], model: EngineModel, line: Rate, split: float) -> Floats:
+    # Of measured over predicted times, and of posting, which counts by its share of the time; then the weights.  A
+    # bare wire takes what its bytes do.
     blocks = np.array([one.blocks * split for one in samples])
     nbytes = np.array([float(one.blocks * one.size) for one in samples])
-    reads = np.array([one.operation == "read" for one in samples])
+    reads, bare = np.array([(one.operation == "read", one.bare) for one in samples]).T
     either: list[Floats] = [model.isolated_time(blocks, nbytes, line, read=read) for read in (False, True)]
-    ratios = [np.array([one.seconds for one in samples]) / np.where(reads, either[1], either[0])]
-    known = np.array([one.posting > 0.0 for one in samples])
-    ratios.append(np.array([one.posting for one in samples])[known] / model.posting(blocks[known]))
-    return float(np.expm1(np.mean(np.abs(np.log(np.concatenate(ratios))))))
+    expected = np.where(bare, nbytes / line, np.where(reads, either[1], either[0]))
+    seconds, posting = np.array([(one.seconds, one.posting) for one in samples]).T
+    known = posting > 0.0
+    ratios = np.concatenate([seconds / expected, posting[known] / model.posting(blocks[known])])
+    return np.array(
+        [np.log(ratios), np.concatenate([np.ones(len(samples)), np.minimum(1.0, posting / seconds)[known]])]
+    )
 
 
 _OF_TCP = "read which transport its log names: UCX_TLS, MC_FORCE_TCP, /dev/infiniband in the container"
 _OF_HOST = "its processor is slow or busy: pdsim doctor --host; post from a thread and a core of its own"
 _OF_POLLING = "who polls is busy: poll more often, or from a thread of its own"
+_OF_GPU = (
+    "host memory is quicker over the same wire: GPUDirect (nvidia_peermem, dmabuf), card and GPU on one PCIe switch "
+    "(nvidia-smi topo -m), ACS or IOMMU off, relaxed ordering"
+)
+_OF_ENGINE = (
+    "the bare wire is quicker: the engine's transport, queue pairs, rails, threads, and memory registered without "
+    "relaxed ordering (UCX_TLS, MC_NUM_QP_PER_EP, MC_IB_PCI_RELAXED_ORDERING)"
+)
 _OF_DESCRIPTORS = "blocks are split: larger pages, like layouts on both sides, or staging (kv.staging=true)"
 
 

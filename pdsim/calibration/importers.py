@@ -87,10 +87,12 @@ def _nixlbench(text: str) -> Rows:
     # Its latency times a row's batch size is the time of a transfer.
     threads = int(_option(text, "num_threads", "1"))
     operation = _option(text, "op_type", "WRITE").lower()
+    kinds = {_option(text, f"{side}_seg_type", "") for side in ("initiator", "target")}
+    memory = "gpu" if "VRAM" in kinds else "host" if kinds == {"DRAM"} else ""
     for row in _table(text, "Block Size (B)"):
         size, batch = int(row["Block Size (B)"]), int(row["Batch Size"])
         seconds = float(row["Avg Lat. (us)"]) * 1e-6 * batch
-        yield _sample(seconds, blocks=batch, size=size, concurrency=threads, operation=operation)
+        yield _sample(seconds, blocks=batch, size=size, concurrency=threads, operation=operation, memory=memory)
 
 
 def _tebench(text: str) -> Rows:
@@ -141,7 +143,8 @@ def _perftest(text: str) -> Rows:
     # A bandwidth test keeps TX depth writes in flight, 128 if it does not say.  Its MB is 2**20 bytes.
     operation = "read" if re.search(r"RDMA_Read|ib_read", text) else "write"
     depth, queues = (re.search(rf"{name}\s*:\s*(\d+)", text) for name in ("TX depth", "Number of qps"))
-    where = {"blocks": 1, "operation": operation, "queues": int(queues[1]) if queues else 0}
+    where = {"blocks": 1, "operation": operation, "queues": int(queues[1]) if queues else 0, "bare": True}
+    where["memory"] = "gpu" if re.search(r"use_(cuda|rocm)|CUDA device", text) else "host"
     for row in _table(text, "#bytes", r"\s+(?!peak|average|percentile)"):
         size = int(row["#bytes"])
         if "t_typical[usec]" in row:
@@ -204,7 +207,8 @@ def _vllm_metrics(text: str) -> Rows:
 def _read(seconds: float, posting: float, nbytes: float, descriptors: float) -> Rows:
     blocks = round(descriptors)
     if blocks and nbytes >= blocks:
-        yield _sample(seconds, posting=posting, blocks=blocks, size=round(nbytes / blocks), operation="read")
+        size, counted = round(nbytes / blocks), blocks > 1
+        yield _sample(seconds, posting=posting, blocks=blocks, size=size, operation="read", counted=counted)
 
 
 # What engines count while they serve does not say how many descriptors a transfer had: each is taken as one.
@@ -225,8 +229,9 @@ def _nixl(text: str) -> Rows:
     for (operation, size), own in sorted(times.items()):
         low, _, high = quantiles(own, n=4, method="inclusive") if len(own) > 1 else own * 3
         yield Sample(
-            blocks=1, size=size, operation=operation, seconds=median(own), low=low, high=high, repeats=len(own)
-        )
+            blocks=1, size=size, operation=operation, seconds=median(own), low=low, high=high, repeats=len(own),
+            counted=False,
+        )  # fmt: skip
 
 
 def _mooncake(text: str) -> Rows:
@@ -242,7 +247,7 @@ def _mooncake(text: str) -> Rows:
         total = sum(share for *_, share in shares)
         if size and total:
             mean = sum((a + b) / 2 * share for a, b, share in shares) / total * 1e-6
-            yield Sample(blocks=1, size=size, seconds=mean, low=mean, high=mean, repeats=int(count))
+            yield Sample(blocks=1, size=size, seconds=mean, low=mean, high=mean, repeats=int(count), counted=False)
 
 
 def _published(text: str) -> Rows:

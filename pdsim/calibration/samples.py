@@ -51,6 +51,9 @@ class Sample:
     per_flow: tuple[float, ...] = ()  # the median of each flow, where there are several
     per_job: tuple[float, ...] = ()  # the median of each job, where there were several
     held: bool = False  # left out of the fit, by design
+    memory: str = ""  # where the bytes are, "gpu" or "host"; empty: not said
+    counted: bool = True  # whether *blocks* is known; some logs have the bytes alone
+    bare: bool = False  # of a program that measures the wire alone, as perftest does
 
     def __post_init__(self) -> None:
         positive("sample", blocks=self.blocks, size=self.size, concurrency=self.concurrency, flows=self.flows)

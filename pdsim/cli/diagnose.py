@@ -32,6 +32,7 @@ from pdsim.transfer import TransferRecord
 _LARGEST = 64 << 20  # bytes of a metrics page
 _UNEXPLAINED = 0.5  # beyond it the best cause is none
 _PATIENCE = 10.0  # seconds for one
+_FULL = 1 << 16  # bytes of messages that fill a wire
 
 
 def diagnose(words: Sequence[str]) -> int:
@@ -41,19 +42,25 @@ def diagnose(words: Sequence[str]) -> int:
     """
     rest, asked = parse("diagnose", words)
     sources, overrides = [word for word in rest if "=" not in word], [word for word in rest if "=" in word]
-    if len(sources) != 1:
-        raise ConfigError(f"diagnose needs one log, folder or URL, got {len(sources)}; see pdsim diagnose --help")
+    if not sources:
+        raise ConfigError("diagnose needs a log, folder or URL; see pdsim diagnose --help")
     samples, config = _measured(sources[0], overrides, asked)
+    for source in sources[1:]:
+        samples += _measured(source, overrides, asked)[0]
     at = asked.get("--path", "") or ("intra" if config.backend.intra and config.hw.nodes == 1 else "inter")
     if at not in ("intra", "inter"):
         raise ConfigError(f"--path {at}: must be intra or inter")
     model, line = _expected(config, at)
     hw, tcp = config.hw, _over_tcp(config, overrides, asked, at)
-    if (threads := samples[0].concurrency) > 1:  # each posts its own, and all share the links
+    engine = [one for one in samples if not one.bare]
+    if not engine:
+        raise ConfigError(f"{sources[0]} measures the wire alone; name what the engine took beside it")
+    samples = [*engine, *_widest([one for one in samples if one.bare], threads := engine[0].concurrency)]
+    if threads > 1:  # each posts its own, and all share the links
         model, line = _of_threads(model, threads), line / threads
         tcp = tcp and _of_threads(tcp, threads)
         hw = replace(hw, host=replace(hw.host, tcp_rate=hw.host.tcp_rate / threads))
-    timings = diagnosis.timings(samples, model, line)
+    timings = diagnosis.timings(engine, model, line)
     ranked = diagnosis.explanations(samples, model, hw, line, tcp)
     if "--json" in asked:
         about = {"backend": config.backend.name, "hw": config.hw.name, "path": at}
@@ -89,10 +96,19 @@ def _measured(source: str, overrides: Sequence[str], asked: Mapping[str, Any]) -
     else:
         samples = list(importers.read(path, tool).rows)
         if pairs := [one for one in samples if one.pattern == "pair" and one.flows == 1]:
-            threads = min(one.concurrency for one in pairs)
-            samples = [one for one in pairs if one.concurrency == threads]
+            threads = min((one.concurrency for one in pairs if not one.bare), default=1)
+            samples = [one for one in pairs if one.bare or one.concurrency == threads]
             return samples, _composed([*overrides, "experiment=transfer"], asked)
     return _alone(samples, source), _composed([*overrides, "experiment=transfer"], asked)
+
+
+def _widest(bare: Sequence[Sample], threads: int) -> list[Sample]:
+    # the quickest of each memory, as one of *threads* transfers that share the wire; messages decide small ones
+    best: dict[str, Sample] = {}
+    large = [one for one in bare if one.size >= _FULL]
+    for one in sorted(large, key=lambda one: one.seconds / (one.blocks * one.size * one.concurrency)):
+        best.setdefault(one.memory, replace(one, seconds=one.seconds / one.concurrency * threads))
+    return list(best.values())
 
 
 def _of_threads(model: EngineModel, threads: int) -> EngineModel:
