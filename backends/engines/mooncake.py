@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -45,8 +46,10 @@ _MOVED, _FAILED = 1, -1  # `transfer_check_status` of a batch that has ended, wh
 @dataclass(eq=False)
 class _Session:
     session: str  # the peer as the engine names it, by host and port
+    answers: bool = False  # whether the peer has answered; it is asked before the first transfer
+    asked: bool = False  # whether a thread waits for that
     under_way: int = 0  # batches that the clock's thread has posted over NVLink
-    waiting: deque[PostedTransfer] = field(default_factory=deque)  # for these to end, in order
+    waiting: deque[PostedTransfer] = field(default_factory=deque)  # for the answer, or for these to end, in order
 
 
 MOONCAKE = EngineLibrary(
@@ -100,6 +103,10 @@ class MooncakeEndpoint(RealEndpoint):
     and that of the peer waits, for what does not block asks about the first block of a batch only.  Otherwise over
     NVLink, where no peer takes part and a thread costs more than many batches, the clock's thread posts and asks.  A
     batch id is a pointer that is freed with the answer: it is used once and never leaves its thread.
+
+    The first transfer to a peer waits until the peer has answered `send_probe`.  It makes the engine fetch what the
+    peer has registered, under a lock that every transfer takes (0.3.13, ``openSegment`` in transfer_engine_py.cpp):
+    all would wait for up to 60 s if the peer had stopped.  The probe does not take that lock.
     """
 
     kind = "mooncake"
@@ -223,9 +230,34 @@ class MooncakeEndpoint(RealEndpoint):
         return self._sessions.setdefault(session, _Session(session))
 
     def post(self, transfer: PostedTransfer) -> None:
-        batch = transfer.batch
         transfer.handle = transfer.blocks()
         transfer.prepared = self.clock.now
+        session = transfer.peer.handle
+        if session.answers:
+            self._post(transfer)
+            return
+        session.waiting.append(transfer)
+        if not session.asked:
+            session.asked = True
+            threading.Thread(target=self._probe, args=[session], name="probing", daemon=True).start()
+
+    def _probe(self, session: _Session) -> None:
+        code = self._native.send_probe(session.session)
+        self.clock.call(partial(self._answered, session, code))
+
+    def _answered(self, session: _Session, code: int) -> None:
+        session.answers, session.asked = code == 0, False
+        transfers, session.waiting = session.waiting, deque()
+        for transfer in transfers:
+            if transfer.triggered:  # failed while it waited: nothing has moved, and nothing will
+                self.quiesce(transfer)
+            elif session.answers:
+                self._post(transfer)
+            else:
+                self.engine_failed(transfer, f"Mooncake got no answer from it (code {code})", moving=False)
+
+    def _post(self, transfer: PostedTransfer) -> None:
+        batch = transfer.batch
         if self.posting or not self._transport.gpu_only:
             if self.posting == 0:
                 transfer.handle = self._begun(transfer)

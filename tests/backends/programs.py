@@ -180,8 +180,8 @@ def stay(rank: Rank, by: str) -> Program:
     yield rank.channel.receive()
 
 
-def _connect(rank: Rank, to: str, size: int) -> Generator[Any, Any, tuple[Peer, Batch]]:
-    mine = rank.endpoint.register(rank.device.allocate(size), "source")
+def _connect(rank: Rank, to: str, size: int, name: str = "source") -> Generator[Any, Any, tuple[Peer, Batch]]:
+    mine = rank.endpoint.register(rank.device.allocate(size), name)
     rank.channel.send(to, rank.endpoint.address())
     peer = rank.endpoint.connect((yield rank.channel.receive()).payload)
     return peer, Batch(mine, peer.regions["sink"], [0], [0], [size])
@@ -298,6 +298,33 @@ def settle_after_loss(rank: Rank, to: str, late: int = 0) -> Program:
 def wait_for_death(rank: Rank, by: str) -> Program:
     yield from _offer(rank, by, 8 << 20)
     yield rank.clock.timeout(60)
+
+
+def write_beside_stopped(rank: Rank, stopped: str, to: str) -> Program:
+    """Write to *stopped*, which stands still until a write to *to* has ended; return how both end."""
+    peers = {}
+    for name in (stopped, to):
+        peers[name] = yield from _connect(rank, name, 64, name)
+    process = int((yield rank.channel.receive()).payload)
+    os.kill(process, signal.SIGSTOP)
+    try:
+        yield rank.clock.timeout(0.2)  # all its threads have stopped by then
+        late = rank.endpoint.write(*peers[stopped], timeout=30)
+        yield rank.clock.timeout(0.5)  # the engine is at it by then
+        record = yield rank.endpoint.write(*peers[to], timeout=5)
+    finally:
+        os.kill(process, signal.SIGCONT)
+    records = [record, (yield late)]
+    for name in peers:
+        rank.channel.send(name, b"done")
+    return [each.status for each in records]
+
+
+def be_stopped(rank: Rank, by: str) -> Program:
+    yield from _offer(rank, by, 64)
+    yield rank.clock.timeout(0.5)  # what *by* asks first is answered by then
+    rank.channel.send(by, str(os.getpid()).encode())
+    yield rank.channel.receive()
 
 
 def write_at_once(rank: Rank, to: str, writes: int) -> Program:

@@ -159,3 +159,11 @@ def test_host_memory_is_limited_over_all_pools_and_held_ones():
 def test_a_post_holds_its_caller_only_without_threads(name: str, posting: int, held: bool):
     values = pair(name, programs.write_at_once, programs.take_writes, posting, writes=9)
     assert values == [[held] * 9, [True] * 9]
+
+
+@pytest.mark.parametrize("posting", [None, 2, 0])
+def test_a_first_write_to_a_stopped_process_delays_no_other(any_engine, posting):
+    ranks = [spec("a", programs.write_beside_stopped, stopped="b", to="c")]
+    ranks += [spec("b", programs.be_stopped, by="a"), spec("c", programs.be_written, by="a")]
+    outcome = make_target(any_engine.name).run([replace(ranks[0], posting=posting), *ranks[1:]])
+    assert outcome.ranks["a"].value == ["ok", "ok"], outcome.ranks["a"].error
