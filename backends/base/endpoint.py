@@ -185,7 +185,8 @@ class _KnownPeers:
     """The peers of *endpoint*, by the token of their incarnation, and who may still write to withdrawn memory.
 
     An address is a snapshot, counted by its epoch.  Whoever connects says `_CONNECTED` with that epoch; the owner
-    answers `_WITHDRAWN` with the names that it withdrew since.  Until that has come, transfers to the peer wait.
+    answers `_WITHDRAWN` with the names that it withdrew since, with all if that address is `void` for the peer.
+    Until that has come, transfers to the peer wait.
     From then on the owner tells of each further one with `_WITHDRAW`, and a borrower answers `_RETURN` once none of
     its transfers moves there.  The device holds the memory until all have.  One that is lost without a goodbye never
     returns anything, so that memory stays held until `close`.
@@ -196,6 +197,7 @@ class _KnownPeers:
         self._endpoint = endpoint
         self._withdrawn: dict[str, int] = {}  # the epoch in which a region was last withdrawn, by name
         self._lent: dict[tuple[str, int], tuple[RealBuffer, set[bytes]]] = {}  # by name and epoch: memory, tokens
+        self._void: dict[str, int] = {}  # by rank: addresses up to this epoch do not let it connect any more
 
     def connect(self, address: bytes) -> Peer:
         endpoint, kind = self._endpoint, self._endpoint.kind
@@ -228,6 +230,10 @@ class _KnownPeers:
         if not isinstance(state, PeerState) or self.by_token.get(state.line.card.token) is not state:
             raise InvalidBatch(f"{peer.name} was not connected by this endpoint of {self._endpoint.rank}")
         return state
+
+    def void(self, name: str, epoch: int) -> None:
+        """Let rank *name* connect by no address up to *epoch* any more: it hears that all regions are withdrawn."""
+        self._void[name] = epoch
 
     def is_quiesced(self, name: str) -> bool:
         """Return whether it is proven that no incarnation of rank *name* can write here any more.
@@ -271,7 +277,10 @@ class _KnownPeers:
 
     def on_connected(self, line: PeerLine, body: list[bytes]) -> None:
         (epoch,) = fields(body, int)
-        names = [name.encode() for name, when in self._withdrawn.items() if when > epoch]
+        withdrawn = [name for name, when in self._withdrawn.items() if when > epoch]
+        if epoch <= self._void.get(line.name, -1):
+            withdrawn += self._endpoint.entries
+        names = [name.encode() for name in withdrawn]
         self._endpoint.control.send(line, _WITHDRAWN, *names)
 
     def on_withdrawn(self, line: PeerLine, body: list[bytes]) -> None:
@@ -567,6 +576,8 @@ class RealEndpoint(ABC):
 
     def quiesced(self, peer: str) -> Event:
         event = self.clock.event()
+        self.known.void(peer, self._epoch)
+        self._epoch += 1
 
         def look(_: None) -> None:
             if self.closed:

@@ -566,8 +566,8 @@ class PeerFence:
 
     A lost incarnation may have posted transfers that still land.  Its pages stay in quarantine until every rank has
     the proof of its endpoint (`Endpoint.quiesced`) about every rank that reaches into its memory: on decode where
-    prefill pushes, on prefill where decode pulls.  There is no proof about an incarnation that is alive; one about
-    epoch *n* holds for all earlier ones.
+    prefill pushes, on prefill where decode pulls.  There is none about an incarnation that lives and is connected;
+    one that is not connected no longer can.  A proof about epoch *n* holds for all earlier ones.
 
     *peers* are the ranks by index that move bytes there, which need to know *pool*.  *quiesced*, if given, is called
     with the name of each rank of an instance for which a new proof has come.  The leader sets *free*, called with

@@ -99,6 +99,8 @@ class SimEndpoint:
         self._number = 0
         self._connections: dict[str, Connection] = {}
         self._waiting: dict[str, list[Event]] = {}  # by rank: who waits for the end of all its incarnations
+        self._proofs = 0  # that were asked for, the number of addresses from now on
+        self.void: dict[str, int] = {}  # by rank: addresses up to this number do not let it connect any more
         before = fabric.endpoints.get(name)
         self.place: int = len(fabric.endpoints) if before is None else before.place  # among the job's ranks
         fabric.endpoints[name] = self
@@ -145,9 +147,8 @@ class SimEndpoint:
     def address(self) -> bytes:
         """Return JSON: this rank's name, its engine and the regions registered so far."""
         self._check_open()
-        return msgspec.json.encode(
-            EndpointAddress(self.name, self.engine, [known.region for known in self.regions.values()], self.born)
-        )
+        regions, issue = [known.region for known in self.regions.values()], self._proofs or msgspec.UNSET
+        return msgspec.json.encode(EndpointAddress(self.name, self.engine, regions, self.born, issue))
 
     def connect(self, address: bytes) -> Peer:
         """Return the peer at *address*; the errors of `pdsim.transfer.Endpoint.connect`.
@@ -164,12 +165,14 @@ class SimEndpoint:
         if remote is None or remote.ended is not None or remote.born != there.born:
             raise PeerLost(f"{there.rank} is gone: nothing answers at its address")
         connection = self._connections.get(there.rank)
-        if connection is None or connection.remote is not remote:
+        if connection is None or connection.remote is not remote or connection.void:
             name = f"{self.name}>{remote.name}"
             queue = self._fabric.send_queue(name, self.poster, self.site, remote.site)
-            connection = self._connections[there.rank] = Connection(self, remote, queue, queue)
+            void = (there.issue or 0) <= remote.void.get(self.name, -1)
+            connection = self._connections[there.rank] = Connection(self, remote, queue, queue, void)
             self._choose_cards(connection)
-            remote.inbound.setdefault(self.name, []).append(self)
+            if not void:
+                remote.inbound.setdefault(self.name, []).append(self)
         # the peer's own objects where they are equal: then comparing them later is one look
         known = [(remote.find(region), region) for region in there.regions]
         regions = {region.name: region if mine is None else mine.region for mine, region in known}
@@ -188,6 +191,7 @@ class SimEndpoint:
 
     def quiesced(self, peer: str) -> Event:
         event = self._clock.event()
+        self.void[peer], self._proofs = self._proofs, self._proofs + 1
         self._waiting.setdefault(peer, []).append(event)
         self._notice_ends(peer)
         return event
@@ -323,6 +327,8 @@ class SimEndpoint:
         called = max(now, self.poster.free) if connection.send_queue.blocks else now
         posted = SimTransfer(transfer, connection, write, local, remote, notify, called)
         number = self._add(posted)
+        if connection.void:
+            return self._refuse(number, transfer, TransferFailed(f"{peer.name} has withdrawn this address"))
         if connection.remote.ended is not None:  # not noticed before `DETECTION`
             self._lose(number, posted)
         elif self._foreseen.series and self._join(posted, number):
@@ -331,14 +337,17 @@ class SimEndpoint:
             try:
                 posted.posting = self._post(posted, number)
             except SendQueueFull as error:
-                self._quiesce(number, error)
-                transfer.fail(error)
-                transfer.settled.succeed()
-                return transfer
+                return self._refuse(number, transfer, error)
             transfer.posted = max(now, self.poster.free)
             if self._fabric.failed and not posted.posting.queue.cards.isdisjoint(self._fabric.failed):
                 self._lose_card(number, posted.posting)
         self._deadlines.add(called + limit, number)
+        return transfer
+
+    def _refuse(self, number: int, transfer: Transfer, error: TransferError) -> Transfer:
+        self._quiesce(number, error)
+        transfer.fail(error)
+        transfer.settled.succeed()
         return transfer
 
     def _add(self, posted: SimTransfer) -> int:
@@ -466,6 +475,7 @@ class SimEndpoint:
         watched = self._chance is not None or self._observer is not None or self._fabric.draws is not None
         watched = watched or bool(self._fabric.failed)
         alone = watched or self._device.holds_bytes or len(self.moving) > self.singles or there.ended is not None
+        alone = alone or connection.void
         if alone or any(one.alone for one in beside):
             return None
         paces, posted = [], []
@@ -531,6 +541,7 @@ class Connection:
     remote: SimEndpoint
     home: SendQueue  # over the cards of both ranks
     send_queue: SendQueue  # over those that work: the same, unless one has failed
+    void: bool = False  # the address was given out before a proof about this rank: nothing is moved
 
 
 @dataclass(eq=False, slots=True)

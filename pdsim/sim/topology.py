@@ -334,6 +334,7 @@ class EndpointAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: str
     regions: list[Region]
     born: float = 0.0  # when the endpoint was made: a rank that is started again has another
+    issue: int | msgspec.UnsetType = msgspec.UNSET  # how many proofs had been asked for, if any
 
     def __post_init__(self) -> None:
         # an address of the start has as many bytes from a compiled clock, which begins at 0.0 and not at 0

@@ -98,3 +98,9 @@ def test_a_writer_that_closed_its_endpoint_in_order_is_quiesced_everywhere(pair)
     _, target = pair(losing.write_and_close, losing.outlive, size=4096)
     del target.value["at"]
     assert target.value == {"early": False, "proven": True, "changed": 0}
+
+
+def test_an_address_from_before_the_proof_lets_nobody_connect(pair):
+    """Whoever was given up before it connected may go on afterwards, when its memory is another's."""
+    writer, target = pair(losing.connect_twice, losing.void_address, size=4096)
+    assert (writer.value, target.value) == (["TransferFailed", "ok"], [0, 4096])

@@ -265,7 +265,9 @@ class Endpoint(Protocol):
         """Return an event that succeeds once it is proven that nothing of rank *peer* moves bytes here any more.
 
         Every incarnation of that rank that has connected to this endpoint has ended, or has closed its endpoint with
-        nothing under way, and what it sent has landed or is lost.  With none it succeeds at once.
+        nothing under way, and what it sent has landed or is lost.  With none it succeeds at once: from this call
+        on *peer* connects by none of the addresses given out before, and transfers by those fail with
+        `TransferFailed`.
 
         Where a writer is gone and cannot say `Transfer.settled`, this is the owner's only proof that memory may be
         handed out again.  It may never come: silence is no proof.  So wait for it with a deadline.

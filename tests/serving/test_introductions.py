@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pdsim.kv.messages import ConnectPeer, RegisterPool, incarnation_name, instance_of
+from pdsim.kv.messages import ConnectPeer, Gone, RegisterPool, incarnation_name, instance_of
 from pdsim.kv.plan import Peers
 from pdsim.kv.policy import Policy
 from pdsim.kv.receiver import KvReceiver
@@ -17,8 +17,9 @@ from pdsim.models.llm import Side
 from pdsim.serving.handoff.push import PushDecode
 from pdsim.serving.rank_process import RankProcess
 from pdsim.serving.workload import Request
+from pdsim.sim.faults import Faults, Pause
 from pdsim.sim.hosts import JobClock
-from tests.serving.test_faults import serve
+from tests.serving.test_faults import CRAWLING, serve
 from tests.serving.test_pull import PULL
 from tests.support.serving import Served, configured
 
@@ -124,6 +125,19 @@ def test_a_question_of_a_dead_writer_gets_no_slot(monkeypatch: pytest.MonkeyPatc
     assert outcome.statuses == ["PeerLost: nothing from prefill0 for 0.5 s"]
     report = outcome.outcome.ranks["decode0.0"].value
     assert (report["staging_held"], report["open_rooms"], report["ignored"]) == (0, 0, 2)  # one of each writer
+
+
+def test_a_rank_that_connects_after_the_proof_writes_nothing(monkeypatch: pytest.MonkeyPatch):
+    """It stands still before it is connected, is given up, and goes on when its pages are another room's."""
+    for kind in (RegisterPool, Gone, Gone, Gone):
+        delay(monkeypatch, kind, "prefill0.1")
+    sides = {"prefill": Side(tp=2, instances=2), "decode": Side(tp=2)}
+    faults = Faults(pauses=(Pause("prefill0.1", 0.1, 1.2),))
+    outcome = serve([ONE, Request(1.0, 100, 4)], **sides, faults=faults, hw=CRAWLING)
+    assert outcome.statuses == ["PeerLost: nothing from prefill0 for 0.5 s", "ok"]
+    late = outcome.outcome.ranks["prefill0.1"].transfers
+    assert [(record.submitted, record.status) for record in late] == [(1.2, "TransferFailed")]
+    assert outcome.at_rest("prefill1.0", "decode0.0")
 
 
 def test_pairs_that_no_room_joins_are_not_introduced(monkeypatch: pytest.MonkeyPatch):

@@ -8,7 +8,19 @@ import signal
 from collections import deque
 from typing import Any
 
-from pdsim.testing.programs.tools import MOMENT, PATIENCE, Mail, filled, initiator, one, outcome_of, refusal, target
+from pdsim.testing.programs.tools import (
+    MOMENT,
+    PATIENCE,
+    Mail,
+    filled,
+    guard,
+    initiator,
+    one,
+    outcome_of,
+    refusal,
+    target,
+    wrong,
+)
 from pdsim.transfer import Program, Transfer
 from pdsim.transfer.job import Rank
 
@@ -167,3 +179,30 @@ def outlive(rank: Rank, by: str, size: int) -> Program:
         yield rank.clock.timeout(10 * MOMENT)
         changed = sum(map(bool, buffer.read(0, size)))
     return {"early": early, "proven": proven, "at": at, "changed": changed}
+
+
+def connect_twice(rank: Rank, to: str, size: int) -> Program:
+    """Write by an address that is too old and by the next one, each when *to* says so; return how both end."""
+    mail, outcomes = Mail(rank), []
+    mine = rank.endpoint.register(filled(rank, size, 1), "mine")
+    for _ in range(2):
+        address = yield from mail.receive(to)
+        yield from mail.receive(to)
+        peer = rank.endpoint.connect(address)
+        outcomes.append((yield from outcome_of(rank.endpoint.write(peer, one(mine, peer.regions["memory"], size)))))
+        rank.channel.send(to, b"over")
+    return outcomes
+
+
+def void_address(rank: Rank, by: str, size: int) -> Program:
+    """Give *by* an address, ask for the proof, and have it connect; then again without; return bytes that came."""
+    mail, buffer, came = Mail(rank), filled(rank, size, None), []
+    rank.endpoint.register(buffer, "memory")
+    for proof in (True, False):
+        rank.channel.send(by, rank.endpoint.address())
+        if proof:
+            yield rank.endpoint.quiesced(by)  # of a stranger: at once
+        rank.channel.send(by, b"go")
+        yield from mail.receive(by)
+        came.append(size if not rank.device.holds_bytes and not proof else wrong(rank, buffer, guard(size)))
+    return came
