@@ -239,11 +239,12 @@ class MooncakeEndpoint(RealEndpoint):
         session.waiting.append(transfer)
         if not session.asked:
             session.asked = True
-            threading.Thread(target=self._probe, args=[session], name="probing", daemon=True).start()
+            native, clock = self._native, self.clock
 
-    def _probe(self, session: _Session) -> None:
-        code = self._native.send_probe(session.session)
-        self.clock.call(partial(self._answered, session, code))
+            def probe() -> None:
+                clock.call(partial(self._answered, session, native.send_probe(session.session)))
+
+            threading.Thread(target=probe, name="probing", daemon=True).start()
 
     def _answered(self, session: _Session, code: int) -> None:
         session.answers, session.asked = code == 0, False
@@ -293,8 +294,14 @@ class MooncakeEndpoint(RealEndpoint):
         All copies of a thread are on one stream, and the engine asks whether it is idle.  So all are asked
         before any goes on: what is posted then would keep the stream from being idle.
         """
-        codes: dict[PostedTransfer, int] = {}
-        while self._tickets and (ended := self._ended()):
+        ask, codes = self._ask, dict[PostedTransfer, int]()
+        while ended := {
+            transfer: code
+            for transfer, ticket in self._tickets.items()
+            if (code := ask(ticket)) in (_MOVED, _FAILED)
+        }:
+            for transfer in ended:  # the engine has freed what its ticket points to
+                del self._tickets[transfer]
             codes |= ended
         if not codes:
             return False
@@ -304,18 +311,6 @@ class MooncakeEndpoint(RealEndpoint):
         for session in {transfer.peer.handle for transfer in codes}:
             self._go_on(session)
         return True
-
-    def _ended(self) -> dict[PostedTransfer, int]:
-        # Their tickets are forgotten: the engine has freed what they point to.
-        ask = self._ask
-        ended = {
-            transfer: code
-            for transfer, ticket in self._tickets.items()
-            if (code := ask(ticket)) in (_MOVED, _FAILED)
-        }
-        for transfer in ended:
-            del self._tickets[transfer]
-        return ended
 
     def busy(self) -> bool:
         return bool(self._tickets)
