@@ -1,6 +1,7 @@
 """Every file under conf/ can be run, says what it is, and says of each of its numbers where it comes from."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import MISSING, fields, replace
 from functools import reduce
 from itertools import product
@@ -65,6 +66,7 @@ def test_every_calibration_has_its_machines_engines_and_samples(name):
         assert config.calibration.bytes == (min(span[1] for span in spans), max(span[1] for span in spans))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALIBRATIONS)
 def test_a_calibration_states_its_distance_from_its_samples(name):
     file = calibration_file(name)
@@ -98,8 +100,11 @@ def test_every_option_composes_into_a_typed_configuration_of_that_name(group, op
 
 @pytest.mark.parametrize(
     ("group", "option"),
-    [choice for choice in CHOICES if choice[0] in ("hw", "backend", "model")],
-    ids=lambda word: word,
+    [  # of backends each composition is another one
+        pytest.param(*choice, marks=[pytest.mark.slow] * (choice[0] == "backend"))
+        for choice in CHOICES
+        if choice[0] in ("hw", "backend", "model")
+    ],
 )
 def test_every_number_has_a_source_and_every_source_a_number(group, option):
     if group == "model":  # its file is all of it
@@ -119,6 +124,7 @@ def test_every_number_has_a_source_and_every_source_a_number(group, option):
             assert any(f"{number}.".startswith(f"{key}.") for number in known), f"{key} is the source of no number"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", plugins.names(plugins.EXPERIMENTS))
 def test_the_defaults_of_an_experiment_are_those_of_its_options_alone(name):
     options = ExperimentOptions.class_for({"name": name})
@@ -272,14 +278,21 @@ def test_the_template_of_a_model_has_every_key_and_runs():
     assert model.kv_bytes == 2
 
 
-DOCUMENTED = re.findall(
-    r"^\| `engine=(\w+) engine.version=([\w.]+)` \| `([\w.]+)` \| [^|]+ \| (\S+) \| (\S+) \| (\S+) \| (\S+) \|$",
-    (Path(conf.__file__).parents[1] / "docs" / "serving-engines.md").read_text(encoding="utf-8"),
-    re.MULTILINE,
-)  # engine, release, key, and the engine's own value on an L40S, an H100, an H200 and a B200
+def documented() -> Iterator[tuple[str, str, str, tuple[str, ...]]]:
+    """Yield engine, release, key, and the engine's own value on an L40S, an H100, an H200 and a B200."""
+    page = Path(conf.__file__).parents[1] / "docs" / "serving-engines.md"
+    row = r"^\|(?: `engine=(\w+) engine.version=([\w.]+)`)? \| `([\w.]+)` \| [^|]+" + r" \| (\S+)" * 4 + r" \|$"
+    engine = version = ""
+    for own, release, key, *values in re.findall(row, page.read_text(encoding="utf-8"), re.MULTILINE):
+        engine, version = own or engine, release or version  # an empty cell is as the one above
+        yield engine, version, key, tuple(values)
 
 
-@pytest.mark.parametrize(("engine", "version", "key", "values"), [(*row[:3], row[3:]) for row in DOCUMENTED])
+DOCUMENTED = list(documented())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "version", "key", "values"), DOCUMENTED)
 def test_a_documented_default_of_an_engine_is_what_composes(engine, version, key, values):
     for hw, value in zip(("8xl40s", "8xh100", "8xh200", "8xb200"), values, strict=True):
         config = composed(f"engine={engine}", f"engine.version={version}", f"hw={hw}", "model=qwen3-32b")
