@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +171,14 @@ def wanted(slo: Slo = SLO, hw: Machine = EIGHT, **options: Any) -> Config:
     return served(model=GQA, kv=ROOMY, experiment=experiment, workload=workload, slo=slo, hw=hw)
 
 
+@cache
+def ordinary() -> tuple[Result, list[float]]:
+    """Return what a search without changes finds, and the shares that it said were done."""
+    shares: list[float] = []
+    config = wanted()
+    return run(config, Model(config.hw, config.backend), lambda share, *_: shares.append(share)), shares
+
+
 def test_every_tenant_is_to_meet_its_own_slo():
     tenants = tuple(
         Tenant(name=name, rate=rate, ttft=ttft, tpot=1.0, input_mean=600, output_mean=8)
@@ -202,13 +210,16 @@ def told(result: Result) -> dict[str, str]:
 
 
 def test_the_answer_does_not_depend_on_the_number_of_processes():
-    one, two = search(), search(processes=2)
+    (one, shares), two = ordinary(), search(processes=2)
     assert (one.summary, one.tables) == (two.summary, two.tables)
     assert one.values["deployments"] == 5
     assert one.values["deployments_within_slo"]
     assert " of 8 GPUs" in told(one)["best"]
     at_one_rate = {round(row[3], 6) for row in one.tables[1].rows}
     assert len(at_one_rate) == 1
+    assert shares == sorted(shares)  # what is left never grows
+    assert shares[-1] <= 1.0
+    assert len({*shares}) > 3
 
 
 def test_fewest_gpus_serve_a_rate_that_fewer_do_not():
@@ -240,11 +251,11 @@ def test_what_nothing_holds_says_how_near_and_why():
 
 def test_a_search_goes_on_from_its_parts(tmp_path: Path):
     file = tmp_path / "parts.jsonl"
-    whole = search(parts=str(file))
+    search(parts=str(file))
     lines = file.read_text().splitlines()
     file.write_text("\n".join(lines[:3]) + "\n")
     again = search(parts=str(file))
-    assert again.tables == whole.tables
+    assert again.tables == ordinary()[0].tables
     assert again.notes[-1].startswith("2 searches were run before")
     assert len(file.read_text().splitlines()) == len(lines)
     with pytest.raises(ConfigError, match="they do not add up"):
@@ -252,20 +263,10 @@ def test_a_search_goes_on_from_its_parts(tmp_path: Path):
 
 
 def test_the_chosen_run_serves_the_same_requests():
-    config = wanted()
-    result = run(config, Model(config.hw, config.backend), silent)
-    own = chosen(config, result.values)
+    result, _ = ordinary()
+    own = chosen(wanted(), result.values)
     again = serve.run(own, Model(own.hw, own.backend), silent)
     assert list(again.requests["ttft"]) == pytest.approx(list(result.requests["ttft"]))
-
-
-def test_what_is_left_never_grows():
-    shares: list[float] = []
-    config = wanted()
-    run(config, Model(config.hw, config.backend), lambda share, *_: shares.append(share))
-    assert shares == sorted(shares)
-    assert shares[-1] <= 1.0
-    assert len({*shares}) > 3
 
 
 def test_a_search_without_a_deployment_is_refused():

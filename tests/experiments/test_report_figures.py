@@ -44,6 +44,7 @@ def test_the_data_has_a_figure_as_the_model_has_it(report: str):
     assert list(simulated(config, silent)) == [row for row in kept() if row.report == f"#{report}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DRAWN)
 def test_a_figure_of_the_page_shows_the_data(name: str):
     shown, drawn = (FOLDER / f"{name}.svg").read_bytes(), figure(name)

@@ -26,8 +26,15 @@ def configured(name: str, timeout: float = 30.0, **options: Any) -> Config:
     return make_config(Path("unused"), target="real", hw=LOOPBACK, backend=backend, experiment=experiment)
 
 
-@pytest.mark.parametrize("name", MARKED)
-@pytest.mark.parametrize(("operation", "layout"), [("write", "contiguous"), ("read", "scattered")])
+@pytest.mark.parametrize(
+    ("name", "operation", "layout"),
+    [
+        pytest.param(*each.values, *case, marks=each.marks)
+        for each, case in zip(
+            MARKED, [("write", "contiguous"), ("read", "scattered"), ("write", "scattered")], strict=True
+        )
+    ],
+)
 def test_every_slot_arrives_as_it_was_sent(name: str, operation: str, layout: str):
     options = {"patterns": ("alltoall",), "concurrency": (2,), "operation": operation, "layout": layout}
     result = run(configured(name, **options), make_target(name), silent)
