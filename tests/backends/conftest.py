@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from backends.jobs.launcher import Processes
@@ -24,5 +26,8 @@ def any_engine(request: pytest.FixtureRequest) -> Engine:
 
 
 @pytest.fixture
-def processes(mooncake: Engine) -> Processes:
-    return Processes(mooncake, deadline=60, device_capacity=1 << 24)
+def processes() -> Processes:
+    """Ranks of that engine, as forks of a process that has imported what they need."""
+    target = make_target("mooncake_tcp")
+    assert isinstance(target, Processes)
+    return replace(target, deadline=60, device_capacity=1 << 24)

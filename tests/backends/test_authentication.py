@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from backends.base.control import Control, fields
 from backends.base.zmq_channel import Keys, ZmqChannel, job_keys
 from backends.jobs import launcher
 from backends.jobs.launcher import Processes
+from backends.jobs.spawn import spawn
 from pdsim.core.clock import WallClock
 from pdsim.core.errors import PeerLost
 from pdsim.kv.messages import Stop, TransferDone, encode
@@ -189,15 +191,13 @@ def test_keys_are_not_shown():
 def test_no_key_is_in_a_command_line_or_an_environment(processes: Processes, monkeypatch: pytest.MonkeyPatch):
     made: dict[str, Keys] = {}
     monkeypatch.setattr(launcher, "job_keys", lambda names: made.update(job_keys(names)) or made)
-    shown = processes.run([spec("a", programs.identify)]).ranks["a"].value[3]
+    shown = replace(processes, spawn=spawn).run([spec("a", programs.identify)]).ranks["a"].value[3]
     assert "backends.jobs.worker" in shown
     assert made["a"].secret not in shown
 
 
 @pytest.mark.parametrize(
-    "note",
-    [[b"one frame"], [b"odd"], [b"number", b"x"], [b"number"], [b"hello", b"\xc1"], [b"hello"]],
-    ids=repr,
+    "note", [[b"one frame"], [b"odd"], [b"number", b"x"], [b"number"], [b"hello", b"\xc1"], [b"hello"]], ids=repr
 )
 def test_what_is_no_note_loses_the_line_and_nothing_else(note: list[bytes]):
     clock, keys, lost = WallClock(), job_keys("ab"), []

@@ -79,10 +79,10 @@ def test_what_is_under_way_survives_a_cut_and_a_stall(mooncake, run, kind):
 
 
 @needs_link
-def test_a_rank_that_dies_is_proven_quiesced_on_another_node(any_engine, run):
+def test_a_rank_that_dies_is_proven_quiesced_on_another_node(mooncake, run):
     """Other connections between the same nodes, whose ends are alive, are not taken for its."""
     ranks = [at(0, "a", programs.write_and_die, to="b"), at(1, "b", programs.outlive, writer="a", beside="c")]
-    survivor = run(any_engine, *ranks, at(0, "c", programs.stay, by="b"))["b"]
+    survivor = run(mooncake, *ranks, at(0, "c", programs.stay, by="b"))["b"]
     assert (survivor.error, survivor.value) == ("", "proven")
 
 

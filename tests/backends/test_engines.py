@@ -69,7 +69,7 @@ def with_threads(name: str, threads: int) -> Any:
 )
 def test_a_write_to_a_dead_process_settles(name, threads, late):
     ranks = [spec("a", programs.settle_after_loss, to="b", late=late), spec("b", programs.wait_for_death, by="a")]
-    value = with_threads(name, threads).run(ranks, kill={"b": 2.0}).ranks["a"].value
+    value = with_threads(name, threads).run(ranks, kill={"b": 1.0}).ranks["a"].value
     # UCX sometimes never says that a transfer to a dead peer is over: nothing is proven, and nothing is given up
     unproven = [["PeerLost", False, 1]] if (name, threads) == ("nixl_tcp", 1) else []
     assert value in [["PeerLost", True, 0], *unproven]
@@ -154,7 +154,7 @@ def test_host_memory_is_limited_over_all_pools_and_held_ones():
         device.allocate(1, "swimming")
 
 
-@pytest.mark.parametrize(("posting", "held"), [(0, True), (1, False), (3, False)])
+@pytest.mark.parametrize(("posting", "held"), [(0, True), (3, False)])
 @pytest.mark.parametrize("name", ["mooncake_tcp", "nixl_tcp"])
 def test_a_post_holds_its_caller_only_without_threads(name: str, posting: int, held: bool):
     values = pair(name, programs.write_at_once, programs.take_writes, posting, writes=9)

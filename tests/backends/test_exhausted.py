@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -63,10 +63,5 @@ def test_what_has_run_out_ends_the_run_in_one_line(engine: str, before: str, tmp
 
 def test_no_deadline_is_of_a_clock_that_can_be_set():
     files = [path for room in ("pdsim", "backends") for path in (ROOT / room).rglob("*.py")]
-    calls = [
-        f"{path.relative_to(ROOT)}"
-        for path in files
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Attribute) and ast.unparse(node) == "time.time"
-    ]
-    assert calls == ["backends/emulation/guest/machine.py"]  # which asks how old a file is
+    users = [str(path.relative_to(ROOT)) for path in files if re.search(r"\btime\.time\b", path.read_text("utf-8"))]
+    assert users == ["backends/emulation/guest/machine.py"]  # which asks how old a file is

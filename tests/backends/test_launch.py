@@ -34,13 +34,7 @@ LONG = {"seconds": 60}
     ("program", "arguments", "options", "kill", "error"),
     [
         (programs.return_object, {}, {}, {}, "TypeError: "),
-        (
-            programs.say_and_raise,
-            {},
-            {},
-            {},
-            "LookupError: on purpose\n(?s:.*)in say_and_raise",
-        ),  # with its traceback
+        (programs.say_and_raise, {}, {}, {}, "LookupError: on purpose\n(?s:.*)in say_and_raise"),
         (programs.say_and_die, {"code": 7}, {}, {}, "exit code 7(?s:.*)\nlast words$"),
         (programs.take_memory, {"size": 1 << 25}, {}, {}, "OutOfMemory: cpu: 33554432 bytes asked for"),
         (programs.sleep, LONG, {"deadline": 3.0}, {}, "TransferTimeout: not done after 3 s, and killed"),
@@ -94,23 +88,23 @@ def test_ranks_restarted_at_once_can_send_to_each_other(processes):
     assert [(outcome.ranks[name].error, outcome.ranks[name].value) for name in "ab"] == [("", "b"), ("", "a")]
 
 
-def test_a_rank_is_stopped_for_a_time_and_not_lost(mooncake):
+def test_a_rank_is_stopped_for_a_time_and_not_lost(processes):
     spans = [(0.5, 1.0), (1.2, 2.2)]
-    target = Processes(mooncake, deadline=60, silence=5.0)
-    gaps = target.run([spec("a", programs.gaps, seconds=2.5)], pause={"a": spans}).ranks["a"].value
+    target = replace(processes, silence=5.0)
+    ranks = target.run([spec("a", programs.gaps, seconds=2.5)], pause={"a": spans}).ranks
     # a rank that waits for the processor has gaps, too: those that were asked for are there at any rate
     for start, end in spans:
-        assert any(last - first > 0.9 * (end - start) and last >= end for first, last in gaps)
+        assert any(last - first > 0.9 * (end - start) and last >= end for first, last in ranks["a"].value)
 
 
 @pytest.mark.slow
-def test_a_rank_that_computes_long_is_not_silent(mooncake):
-    assert only(Processes(mooncake, deadline=60, silence=2.0), programs.sleep, seconds=5.0).value == "slept"
+def test_a_rank_that_computes_long_is_not_silent(processes):
+    assert only(replace(processes, silence=2.0), programs.sleep, seconds=5.0).value == "slept"
 
 
-def test_what_a_rank_counts_is_said_while_it_runs(mooncake):
+def test_what_a_rank_counts_is_said_while_it_runs(processes):
     said = []
-    target = Processes(mooncake, deadline=60, progress=lambda *counted: said.append(counted[1:]))
+    target = replace(processes, progress=lambda *counted: said.append(counted[1:]))
     target.run([spec("a", programs.count, seconds=1.5)])
     assert set(said) == {(3, 7)}
 
@@ -123,8 +117,8 @@ def test_what_a_rank_counts_is_said_while_it_runs(mooncake):
         ({"name": "mooncake_nvlink"}, "", BackendUnavailable, "needs Mooncake built with CUDA, and"),
     ],
 )
-def test_what_cannot_start_is_named(mooncake, change, program, error, message):
-    target = Processes(replace(mooncake, **change), deadline=60)
+def test_what_cannot_start_is_named(processes, change, program, error, message):
+    target = processes.using(replace(processes.engine, **change))
     with pytest.raises(error, match=message):
         target.run([RankSpec("a", program or "tests.backends.programs:identify")])
 
