@@ -7,6 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import pdsim.run
+from pdsim.calibration import transfers
 from pdsim.calibration.definition import Calibration
 from pdsim.calibration.samples import Cell, grid, reads, repeats, write_points
 from pdsim.cli.calibrate import calibrate
@@ -17,6 +18,12 @@ from pdsim.core.files import data
 
 OUTPUTS = Path(__file__).parent / "outputs"
 MORI = ["--from", str(OUTPUTS / "mori.txt")]
+
+
+@pytest.fixture(autouse=True)
+def _few_bootstraps(monkeypatch):
+    """No test here looks at an interval."""
+    monkeypatch.setattr(transfers, "RESAMPLES", 40)
 
 
 def test_a_calibration_of_the_model_recovers_its_parameters(tmp_path, capsys):
