@@ -368,11 +368,7 @@ COPIES = {
         [(0, "ac ad ac ad"), (1.5, "ac"), (3.5, "ac")],
         "1.0 ac 2.0 ac 3.0 ac 4.0 ad 5.0 ad 6.0 ac",
     ),
-    "a process as long as it has something queued": (
-        turns(),
-        [(0, "ac ad ac ad")],
-        "1.0 ac 2.0 ac 3.0 ad 4.0 ad",
-    ),
+    "a process as long as it has something queued": (turns(), [(0, "ac ad ac ad")], "1.0 ac 2.0 ac 3.0 ad 4.0 ad"),
     # c until 1.5, d until 3.0, c until 3.5, d until 4
     "a slice ends within a copy": (turns(1.5), [(0, "ac ad ac ad")], "1.0 ac 2.5 ad 3.5 ac 4.0 ad"),
     "slices while nobody waits": (turns(1.5), [(0, "ac", 400), (2.0, "ad")], "4.0 ad 5.0 ac"),

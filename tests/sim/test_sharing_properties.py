@@ -4,7 +4,6 @@ Half of the networks are full of ties: few capacities, sizes and instants, so th
 """
 
 import math
-import random
 from dataclasses import dataclass, replace
 
 import pytest
@@ -185,56 +184,3 @@ def test_paths_that_come_later_find_the_rates_they_would_have_found_earlier(scen
     lazy.paths = [None] * len(scenario.paths)
     eager = Run(scenario).finish()
     assert lazy.finish().ends == pytest.approx(eager.ends, rel=SLACK)
-
-
-def fill(capacity, flows):
-    """Progressive filling: all rates rise together, and a flow stops where its cap or a full link stops it."""
-    left, rates, rising = list(capacity), {}, dict(flows)
-    while rising:
-        users = [sum(hops.count(link) for hops, _ in rising.values()) for link in range(len(left))]
-        shares = [room / n if n else math.inf for room, n in zip(left, users, strict=True)]
-        level = min([*shares, *(cap for _, cap in rising.values())])
-        reached = level * (1 + 1e-12)
-        for flow, (hops, cap) in list(rising.items()):
-            if cap <= reached or any(shares[link] <= reached for link in hops):
-                rates[flow] = level
-                del rising[flow]
-                for link in hops:
-                    left[link] -= level
-    return rates
-
-
-def text_book(capacity, paths, flows):
-    """Solve everything anew at every start and every end."""
-    now, arrivals, ends, left = 0.0, list(enumerate(flows)), [math.nan] * len(flows), {}
-    while arrivals or left:
-        rates = fill(capacity, {flow: paths[flows[flow][1]] for flow in left})
-        until_end = min((left[flow] / each for flow, each in rates.items()), default=math.inf)
-        until_start = arrivals[0][1][0] - now if arrivals else math.inf
-        step = min(until_end, until_start)
-        now = arrivals[0][1][0] if until_start <= until_end else now + step
-        for flow, each in rates.items():
-            left[flow] -= each * step
-            if left[flow] <= 1e-12 * flows[flow][2]:
-                ends[flow] = now
-                del left[flow]
-        while arrivals and arrivals[0][1][0] <= now:
-            flow, (_, _, size) = arrivals.pop(0)
-            left[flow] = size
-    return ends
-
-
-@pytest.mark.parametrize("ties", [False, True], ids=["random", "ties"])
-@pytest.mark.parametrize("seed", range(10))
-def test_ends_are_those_of_the_text_book(seed, ties):
-    """Half of the runs are full of equal capacities, sizes and instants."""
-    rng = random.Random(seed)
-    draw = (lambda low, high: float(rng.randint(low, high))) if ties else rng.uniform
-    capacity = [draw(1, 5) for _ in range(6)]
-    paths = [
-        (tuple(rng.choices(range(6), k=rng.randint(1, 4))), rng.choice([math.inf, draw(1, 2)])) for _ in range(12)
-    ]
-    flows = sorted((draw(0, 9), rng.randrange(12), draw(1, 9)) for _ in range(40))
-    starts = tuple((at, "start", path, size) for at, path, size in flows)
-    ends = Run(Scenario(tuple(capacity), tuple(paths), starts)).finish().ends
-    assert [ends[flow] for flow in range(40)] == pytest.approx(text_book(capacity, paths, flows), rel=1e-9)

@@ -62,12 +62,7 @@ CUTS = {
     "it comes through just in time": ({}, 0.0, 7.2, 4.13 + 3.0 + 0.128),
     "it doubles": ({}, 0.0, 7.3, 4.13 + 3 * 3.0 + 0.128),
     "and doubles": ({}, 0.0, 13.3, 4.13 + 7 * 3.0 + 0.128),
-    "what waits makes both longer": (
-        {},
-        10.0,
-        12.5,
-        2 * (2.0 + QUEUED) + 0.002 + 0.128 + (3.0 + QUEUED) + 0.128,
-    ),
+    "what waits makes both longer": ({}, 10.0, 12.5, 2 * (2.0 + QUEUED) + 0.002 + 0.128 + (3.0 + QUEUED) + 0.128),
     "a queue of 8 s that outlasts the cut": ({}, 10.0, 7.9, 7.9),
     "the rest hides growth of the new window": ({"initial": 1, "rate": 1000.0}, 10.0, 7.0, 7.0 + (1.4 + 0.8) - 1.0),
     # 5 / 6 of the bytes are under way after 30 s, and a round trip of 14 s
