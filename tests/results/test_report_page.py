@@ -24,7 +24,7 @@ COMMANDS = {
     "run": ["run", *SMALL, "kv.staging=true", "parallel.decode.tp=2", "samples=50"],
     "pulled": ["run", *PULLED],
     "transfer": ["run", "experiment=transfer", "experiment.patterns=[pair]", "--quiet"],
-    "capacity": ["run", "experiment=capacity", "hw=2xh200", "model=qwen3-8b", "workload=smoke", "--quiet"],
+    "capacity": ["run", "experiment=capacity", "experiment.processes=1", *PULLED[:2], "workload=smoke", "--quiet"],
     "sweep": ["sweep", *SMALL, "workload.rate=2,8,32", "workload=poisson", "executor.workers=1"],
 }
 FIGURES = {

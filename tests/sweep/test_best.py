@@ -10,6 +10,7 @@ from pdsim.results.compare import as_dict
 from pdsim.results.kept import parse_slo
 from pdsim.sweep.best import Ranked, chart, front, rank, table
 from pdsim.sweep.pareto import content
+from tests.sweep.conftest import InThisProcess
 
 
 def ranked(point, speed, throughput, **choice):
@@ -70,7 +71,9 @@ def swept(tmp_path_factory):
     """The folder of a sweep over two machines and two loads."""
     output = tmp_path_factory.mktemp("swept")
     words = ("workload=poisson", "workload.count=100", "workload.rate=1,2", "hw=8xh20,8xh200", f"output={output}")
-    assert main(["sweep", *words, "--quiet"]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pdsim.cli.sweep.executor_of", lambda words, line: InThisProcess())
+        assert main(["sweep", *words, "--quiet"]) == 0
     (folder,) = output.iterdir()
     return folder
 
