@@ -35,12 +35,14 @@ def test_an_experiment_and_a_machine_are_a_module_and_two_files(said):
     assert value(slow, "write_s") - value(fast, "write_s") == pytest.approx((1 << 20) / 394e9, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_the_experiment_runs_on_a_real_engine_too(said):
     found = said("target=real", "hw=loopback", "backend=nixl_tcp", "experiment=one_write", "experiment.size=4KiB")
     assert (found["status"], found["target"]) == ("ok", "real")
     assert value(found, "write_s") > 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", documented(EXAMPLES / "policies" / "README.md"))
 def test_the_commands_of_its_readme_run(said, command):
     """A scheduler is one class and one file, a policy one class, an experiment a module and a machine a file."""

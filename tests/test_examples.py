@@ -30,6 +30,7 @@ def test_its_backend_is_listed_with_the_package_it_comes_from(run):
     assert "example (from pdsim-example)" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["real", "model"])
 def test_its_backend_runs_by_its_own_configuration(run, target):
     words = ("hw=loopback", "backend=example", "experiment=transfer", "experiment.size=4KiB", "experiment.repeat=1")

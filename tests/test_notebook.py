@@ -9,6 +9,7 @@ from nbclient import NotebookClient
 NOTEBOOK = Path(__file__).resolve().parent.parent / "examples" / "notebook" / "pdsim.ipynb"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_cell_runs_shows_something_and_is_kept_without(tmp_path):
     notebook = nbformat.read(NOTEBOOK, as_version=4)

@@ -326,14 +326,21 @@ def test_a_colocated_recipe_runs(text, tmp_path, monkeypatch):
     assert main(["recipe", text, "hw=8xh200", "workload=smoke", "workload.count=2", "--run"]) == 0
 
 
-@pytest.mark.parametrize("file", sorted(RECIPES.iterdir()), ids=lambda file: file.stem)
-def test_public_files_are_read_as_they_are_and_run(file, tmp_path, monkeypatch):
+FILES = sorted(RECIPES.iterdir())
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_public_files_are_read_as_they_are(file):
     """The comments of a file say where it is from, what it means, and which flags the model has nothing for."""
-    monkeypatch.chdir(tmp_path)
     said = dict(re.findall(r"^# (means|ignored): ?(.*)$", file.read_text(), re.MULTILINE))
     made = translated(servers(file.read_text()))
     ignored = " ".join(flag.split()[0].removeprefix("--") for flag in made.unmodelled)
     assert (" ".join(made.words), ignored) == (said["means"], said["ignored"])
+
+
+@pytest.mark.parametrize("file", [FILES[0], *(pytest.param(file, marks=pytest.mark.slow) for file in FILES[1:])])
+def test_public_files_run(file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert main(["recipe", str(file), "hw=8xh200", "hw.nodes=4", "workload.count=2", "--run"]) == 0
 
 

@@ -12,16 +12,7 @@ from omegaconf import OmegaConf
 from pdsim.compute.roofline import kv_shape
 from pdsim.config import build
 from pdsim.core.errors import InvalidBatch
-from pdsim.kv.layout import (
-    REGION,
-    STAGING,
-    Grid,
-    HeadSlice,
-    KvLayout,
-    KvShape,
-    RankMap,
-    RankShare,
-)
+from pdsim.kv.layout import REGION, STAGING, Grid, HeadSlice, KvLayout, KvShape, RankMap, RankShare
 from pdsim.kv.messages import Chunk, RegisterPool
 from pdsim.kv.pages import Runs
 from pdsim.kv.plan import BlockPlan, DecodePeer, Planner, block_plans, planner

@@ -406,10 +406,7 @@ def rows(rank: Rank, *, count: int) -> Program:
     ],
 )
 def test_a_buffer_is_filled_again_once_its_write_settled(times, engine, leave, taken, used, landed):
-    programs = {
-        "writer": ("gatherer", {"times": times, "leave": leave}),
-        "reader": ("rows", {"count": len(times)}),
-    }
+    programs = {"writer": ("gatherer", {"times": times, "leave": leave}), "reader": ("rows", {"count": len(times)})}
     outcome = model(programs, {}, machine=SLOW, engine=engine)
     assert outcome.ranks["writer"].value == {"taken": taken, "used": used}
     assert outcome.ranks["reader"].value == list(landed)

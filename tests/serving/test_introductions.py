@@ -52,12 +52,7 @@ def begun(outcome: Served) -> list[float]:
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {},
-        STAGED,
-        {"kv": replace(KV, layerwise=True)},
-        {"engine": PULL},
-    ],
+    [{}, STAGED, {"kv": replace(KV, layerwise=True)}, {"engine": PULL}],
     ids=["push", "staged", "layerwise", "pull"],
 )
 def test_what_moves_waits_until_all_ranks_of_the_other_side_are_connected(

@@ -36,11 +36,7 @@ QUIET = replace(EIGHT, host=replace(EIGHT.host, tcp_latency=0.0, tcp_rate=1e30))
 
 
 def configured(
-    prefill: Side = ONE,
-    decode: Side = ONE,
-    model: Llm = LLM,
-    options: Mapping[str, Any] = {},
-    **changes: Any,
+    prefill: Side = ONE, decode: Side = ONE, model: Llm = LLM, options: Mapping[str, Any] = {}, **changes: Any
 ) -> Config:
     """Return a configuration of `serve` on eight modelled GPUs with *options* of the experiment and *changes*."""
     values = {
@@ -108,12 +104,7 @@ def simulate(
             arguments["leaves"] = [list(leave) for leave in leaves]
         ranks.append(replace(spec, arguments=arguments))
     model = Model(
-        config.hw,
-        config.backend,
-        memory=config.memory,
-        limit=limit,
-        collective=config.collective,
-        faults=faults,
+        config.hw, config.backend, memory=config.memory, limit=limit, collective=config.collective, faults=faults
     )
     outcome = model.run([*ranks, *others], kill, restarts)
     value = outcome.ranks["router"].value
