@@ -45,6 +45,7 @@ MODULES = (
     "pdsim/compute/roofline.py",
     "pdsim/serving/block_manager.py",
     "pdsim/serving/decode.py",
+    "pdsim/serving/forward_runs.py",
     "pdsim/serving/steps.py",
     "pdsim/serving/handoff/pull.py",
     "pdsim/serving/handoff/push.py",

@@ -42,7 +42,7 @@ class Holder:
 def log() -> TransferLog:
     made = TransferLog(RECORDS[:2])
     times = (np.array([number + tenth / 10 for number in range(2, 9)]) for tenth in range(1, 6))
-    made.extend_run(SERIES, *times)
+    made.extend_run(SERIES, times)
     made.append(RECORDS[9])
     return made
 

@@ -19,7 +19,7 @@ from pdsim.core.errors import MessageError
 from pdsim.kv.layout import AUX_ROWS, KvLayout
 from pdsim.kv.pages import Pages, Runs
 
-VERSION = 16
+VERSION = 17
 """Of the schema; to be raised with every change of a message's fields."""
 
 
@@ -228,6 +228,12 @@ class Forward(KvMessage, frozen=True):
     tokens: tuple[int, ...] = ()  # that travel to experts or, of each chunk, that context-parallel ranks gather
 
 
+class Forwards(Forward, frozen=True):
+    """As `Forward`, of one chunk, and of forwards that follow at once: each has as many of its pages."""
+
+    more: tuple[float, ...] = ()  # seconds
+
+
 class Offload(KvMessage, frozen=True):
     """A leader to its followers: move so many bytes of your pages to host memory, and so many *back*."""
 
@@ -353,7 +359,7 @@ class Dropped(KvMessage, frozen=True):
     untouched: bool
 
 
-_Any: Any = reduce(or_, KvMessage.__subclasses__())
+_Any: Any = reduce(or_, [*KvMessage.__subclasses__(), Forwards])
 _PREFIX = bytes([VERSION])
 _REFUSAL = b"\0"  # no version has this number
 _encode = msgspec.msgpack.Encoder().encode

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from pdsim.core.errors import InvalidBatch, MessageError
 from pdsim.kv.layout import AUX_ROWS, REGION, STAGING, WHOLE, HeadSlice, KvLayout, PageTable, RankShare
 from pdsim.kv.messages import Arrival, Chunk, RegisterPool
-from pdsim.kv.pages import Pages, Runs
+from pdsim.kv.pages import Pages, Runs, cut
 from pdsim.kv.policy import Policy
 from pdsim.transfer import Batch, Peer, Region
 from pdsim.transfer.batch import LazyBatch
@@ -311,8 +311,9 @@ class Write:
     slots: tuple[int, int] | None = None
     state: tuple[Runs, ...] = ()
     plane: int = -1  # the first one of *rows* that it moves, counted among those that both ranks have; -1 is all
-    count: int = 1  # batches, one after the other, each of the next plane
+    count: int = 1  # batches, one after the other, each of the next plane or the next *pages*
     times: Sequence[float] = ()  # when each is computed, if they are posted meanwhile
+    pages: int = 0  # of a batch, where each is of the next forward; 0: of one forward
     beside: Sequence[Write] = ()  # of other chunks to the same target, which take turns with this one
     room: Any = field(init=False)  # its `pdsim.kv.push.RoomTransferState`
     arrival: Arrival = field(init=False)
@@ -326,6 +327,8 @@ class Write:
         target = self.target
         if self.plane >= 0:
             batch = target.planner.plane(self.rows, self.plane + number)
+        elif self.pages:
+            batch = target.planner.batch(cut(self.rows, number * self.pages, self.pages))
         else:
             batch = target.planner.batch(self.rows, self.slots, self.state)
         return batch.over(target.source, target.region)
@@ -423,14 +426,24 @@ class DecodePeer:
         """
         if "kv" not in self.part.components:
             rows = ()
-        if self._policy.grouping == "pages" and self._path == "grouped":
-            rows = tuple((source + n, target + n, 1) for source, target, count in rows for n in range(count))
+        rows = self._runs(rows)
         last = self._with_last(chunk) if chunk.last else []
         apart = by_layer or self.metadata == "write" or self.blocks is not None or self._call != "chunk"
         if rows and not apart and last and last[0].path == "metadata":
             last[0].path, last[0].rows = self._path, rows
             return last
         return [*(self._moves(chunk, rows, by_layer) if rows else ()), *last]
+
+    def in_turn(self, chunk: Chunk, pages: int, times: Sequence[float]) -> Write | None:
+        """Return one write of all *pages* of *chunk* in turn, each at its time; None where it takes several."""
+        if "kv" not in self.part.components or self._call != "chunk" or self.blocks is not None:
+            return None
+        return Write(self, chunk, self._path, self._runs(chunk.runs), count=len(times), times=times, pages=pages)
+
+    def _runs(self, rows: Runs) -> Runs:
+        if self._policy.grouping == "runs" or self._path != "grouped":
+            return rows
+        return tuple((source + n, target + n, 1) for source, target, count in rows for n in range(count))
 
     def _moves(self, chunk: Chunk, rows: Runs, by_layer: bool) -> list[Write]:
         write = partial(Write, self, chunk, self._path)

@@ -259,6 +259,34 @@ class KvSender:
             self.pool.fill(chunk, metadata=True)
         self._move([chunk], self._rank.clock.now, 0.0)
 
+    def send_in_turn(self, chunk: Chunk, pages: int, times: Sequence[float]) -> bool:
+        """Write the next *pages* of *chunk* at each of *times*, the first of which is now; return whether it will.
+
+        It does where they are one sequence, which `retime` gives other times.  `computed` must be called at the end.
+        Only a callback may call it.
+        """
+        state, targets = self._rooms.get(chunk.room), self.peers.of(chunk.decode)
+        if state is None or state.status is Status.FAILED:
+            return True
+        if not self.peers.connected(chunk.decode) or len(targets) != 1 or self._map.all_cp_ranks:
+            return False
+        write = next(iter(targets.values())).in_turn(chunk, pages, times)
+        if write is None or not self._policy.queues or self._policy.handover:
+            return False
+        name = write.target.peer.name
+        state.status = advance(state.status, Status.TRANSFERRING)
+        state.writes[name] = state.writes.get(name, 0) + write.count
+        state.unfinished += write.count
+        write.room, write.arrival = state, self._arrival(chunk, times[0])
+        self._put(write)
+        return True
+
+    def retime(self, room: int, times: Sequence[float]) -> None:
+        """Give the writes of *room* that are sent in turn other *times*: those that have been posted keep theirs."""
+        state = self._rooms.get(room)
+        for sequence, _ in state.sequences if state is not None else ():
+            sequence.retime(times)
+
     def send_layers(self, chunks: Sequence[Chunk], seconds: float) -> None:
         """Write each plane of *chunks* when its layer is computed; their forward has just begun and takes *seconds*.
 
@@ -451,7 +479,9 @@ class KvSender:
         writes = [write for write in writes if write.room.status is not Status.FAILED]
         if not writes:
             return None
-        parts = [Writes(one, *self._attached(one, one.path), partial(self._wrote, one)) for one in writes]
+        parts = [
+            Writes(one, *self._attached(one, one.path), partial(self._wrote, one), _labels(one)) for one in writes
+        ]
         sequence = self._rank.endpoint.write_sequence(writes[0].target.peer, parts, times)
         self._under_way += 1
         for part, write in enumerate(writes):
@@ -554,24 +584,21 @@ class KvSender:
         certain = not isinstance(error, PeerLost | TransferTimeout)
         spare = not write.rows and not write.state  # a message can take the place of metadata alone
         if self._policy.metadata_fallback and spare and certain and state.status is not Status.FAILED:
-            self._retry(write, event, error)
+            self.fallbacks[f"{type(error).__name__} over the data path"] += 1
+            write.path = "control"
+            when_settled(event, lambda: self._queues.put(0, write))
         else:
             self._broken(write, error)
 
-    def _retry(self, write: Write, event: Transfer, error: Any) -> None:
-        self.fallbacks[f"{type(error).__name__} over the data path"] += 1
-        write.path = "control"
-        when_settled(event, lambda: self._queues.put(0, write))
-
     def _hold(self, state: RoomTransferState, failed: Transfer | None) -> None:
+        def settled() -> None:
+            state.moving -= 1
+            self._settle(state)
+
         if failed is None:
             state.moving -= 1
         else:
-            when_settled(failed, lambda: self._settled(state))
-
-    def _settled(self, state: RoomTransferState) -> None:
-        state.moving -= 1
-        self._settle(state)
+            when_settled(failed, settled)
 
     def _over(self, state: RoomTransferState) -> None:
         state.unfinished -= 1
@@ -620,6 +647,12 @@ class KvSender:
             for name in dict.fromkeys(name for _, name in state.asks):
                 self._rank.channel.send(name, encode(StagingRelease(state.room, self._index)))
             self.report(RankQuiesced(state.room))
+
+
+def _labels(write: Write) -> list[str]:
+    # of its batches, where each is of another chunk
+    room, first, path = write.chunk.room, write.chunk.index, write.path
+    return [f"{room}/{first + number}/{path}" for number in range(write.count)] if write.pages else []
 
 
 def when_settled(transfer: Transfer, then: Callable[[], None]) -> None:

@@ -218,6 +218,11 @@ class HighestPriority(FirstCome):
     victim = LeastGenerated.victim
 
 
+def takes_first(policy: Scheduler) -> bool:
+    """Return whether *policy* goes on with a request that has begun prefill until all of it is computed."""
+    return getattr(type(policy), "prefill", None) in (FirstCome.prefill, HighestPriority.prefill)
+
+
 class LeastTokens:
     """The instance with the fewest tokens outstanding, the first among equals."""
 

@@ -24,6 +24,7 @@ from pdsim.kv.messages import (
     Destination,
     Dropped,
     Forward,
+    Forwards,
     Submit,
     TransferDone,
     index_of,
@@ -34,6 +35,7 @@ from pdsim.kv.push import KvSender
 from pdsim.serving.block_manager import BlockManager, out_of_memory, page_keys, page_pool
 from pdsim.serving.cp_gather import ForwardGather
 from pdsim.serving.deployment import Deployment
+from pdsim.serving.forward_runs import ForwardRuns, further
 from pdsim.serving.offload import TierMover, TierScheduler, tiers_of
 from pdsim.serving.policies import handoff_of, step_pieces
 from pdsim.serving.rank_process import EngineRank, HandoffLeader, InstanceScheduler, Mover, Room
@@ -194,6 +196,7 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
         self._launched = 0.0  # with ``ahead``, on the clock: when the last launch ends, and the forward that runs
         self._ends = 0.0
         self._held_up = 0.0  # seconds that the requests which the next forward begins hold it up
+        self.has_runs: bool | None = None  # whether forwards may be chosen at once, when that has been asked
         worker.launching = self.launching
         self.tiers: TierScheduler | None = None
         if worker.tiers is not None and tiers is not None:
@@ -224,7 +227,11 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
             return
         now = self.clock.now
         room = PrefillRequest(request, self.job.prefill.size)
+        if self.worker.runs is not None:
+            self.worker.runs.catch_up(self.host)
         self.host.pace = self.worker.posts.take(now, self.job.engine.busy)
+        if self.worker.runs is not None:
+            self.worker.runs.retime()
         room.ready = now + self.host.arrive(request.input, now)
         if request.hints is not None:
             room.priority = request.hints.priority
@@ -303,7 +310,7 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
 
     def _abort_on_ranks(self, number: int) -> None:
         self.engine.send(self.engine.followers, Abort(number))
-        self.mover.sender.abort(number)
+        self.worker.abort(number)
 
     def forget(self, number: int) -> None:
         """End a room: nothing of it moves any more on any rank, so what it has here is free."""
@@ -369,7 +376,16 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
     def _choose_ahead(self, forward: Forward) -> Program:
         # The next one is chosen when the host has launched this one, and is launched while the GPU computes: what
         # comes later waits for the one after.  Where nothing waits then, the next is chosen at this one's end.
-        self._ends = self.clock.now + forward.seconds + self.job.gather_seconds(sum(forward.tokens))
+        seconds = forward.seconds
+        if isinstance(forward, Forwards):
+            assert self.worker.runs is not None
+            run, seconds = self.worker.runs.chosen(self._launched), forward.more[-1]
+            yield run.last
+            self.worker.runs.catch_up(self.host)
+            if run.stopped:  # the one after has been launched, and has nothing to compute
+                self._next = Forward(forward.incarnation, run.stopped, ())
+                return
+        self._ends = self.clock.now + seconds + self.job.gather_seconds(sum(forward.tokens))
         if self._launched < self._ends:
             yield self.clock.timeout(max(0.0, self._launched - self.clock.now))
             yield from self._posting()
@@ -392,6 +408,8 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
         kept = [number for number, chunk in enumerate(forward.chunks) if chunk.room in wanted]
         if len(kept) == len(forward.chunks):
             return forward
+        if isinstance(forward, Forwards):
+            return Forward(forward.incarnation, forward.seconds, ())
         return replace(
             forward,
             chunks=tuple(forward.chunks[number] for number in kept),
@@ -421,6 +439,10 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
         if not chunks:
             return None
         seconds = self._after_launch(self.iteration_seconds(pieces), self._held_up, ahead)
+        if self.has_runs is not False and len(chunks) == 1 and room.total - room.done > limits[0]:
+            chunk, more = further(self, room, chunks[0])
+            if more:
+                return Forwards(self.engine.incarnation, seconds, (chunk,), more=more)
         travelling = gathered if self.job.gather else []
         if self.job.prefill_time.exchange:
             travelling = [sum(new for _, new in pieces)]
@@ -539,11 +561,13 @@ class PrefillWorker:
         self._computed_one = False  # whether one has since `_worked` was called
         self._unposted: deque[tuple[tuple[Chunk, ...], bool]] = deque()  # of forwards that have ended
         self._unsent: deque[Forward] = deque()  # that have begun, and whose chunks have not all been sent
+        self.runs: ForwardRuns | None = None  # once there has been one
         self.tiers = TierMover(engine) if job.cache.tiered else None
         self._early: list[Forward] = []  # of these, those whose cached pages wait for the chunks before them
         engine.works.append(self._worked)
         engine.handlers[Forward] = engine.current(lambda _, message: self.compute(message))
-        engine.handlers[Abort] = engine.introduced(lambda _, message: self.mover.sender.abort(message.room))
+        engine.handlers[Forwards] = engine.handlers[Forward]
+        engine.handlers[Abort] = engine.introduced(lambda _, message: self.abort(message.room))
 
     def _worked(self) -> bool:
         computed, self._computed_one = self._computed_one, False
@@ -558,6 +582,11 @@ class PrefillWorker:
         self.mover.sender.expect((*message.cached, *message.chunks))
         self._computing += 1
         self._unsent.append(message)
+        if isinstance(message, Forwards):
+            if self.runs is None:
+                assert isinstance(self.mover.sender, KvSender)
+                self.runs = ForwardRuns(self, self.mover.sender)
+            return self.runs.begin(message).over
         clock = self.engine.clock
         begin = clock.now
         stage_seconds = message.seconds + self.engine.job.gather_seconds(sum(message.tokens))
@@ -577,6 +606,17 @@ class PrefillWorker:
         assert forward.callbacks is not None
         forward.callbacks.append(lambda _: self.engine.guard(self._computed, message))
         return forward
+
+    def abort(self, room: int) -> None:
+        """Let what is computed of *room* be the last, and nothing of it be moved any more."""
+        if self.runs is not None:
+            self.runs.stop(room)
+        self.mover.sender.abort(room)
+
+    def ended(self) -> None:
+        """Count a forward that has ended."""
+        self._computing -= 1
+        self._computed_one = True
 
     def _pass(self, message: Forward, load: Event | None, done: Event) -> None:
         if load is not None and load.callbacks is not None:
@@ -607,7 +647,8 @@ class PrefillWorker:
         else:
             self._early.append(message)
 
-    def _sent(self) -> None:
+    def sent(self) -> None:
+        """Go on with the next forward: the chunks of the first have been sent."""
         self._unsent.popleft()
         if self._early and self._early[0] is self._unsent[0]:
             self.mover.started(self._early.pop(0))
@@ -632,15 +673,14 @@ class PrefillWorker:
             fire(done)
 
     def _computed(self, message: Forward) -> None:
-        self._computing -= 1
-        self._computed_one = True
+        self.ended()
         clock = self.engine.clock
         late = 0.0 if self.launching is None else self.launching(message.seconds)
         turns = self.posts.turns(clock.now, late, len(message.chunks))
         if not turns:
             if not self._unposted:
                 self.mover.computed(message.chunks, True)
-                self._sent()
+                self.sent()
                 return
             turns = [clock.now]  # after a pause, posts whose turn has passed are still to come
         pieces = [message.chunks] if len(turns) == 1 else [(chunk,) for chunk in message.chunks]
@@ -653,4 +693,4 @@ class PrefillWorker:
         if not self.engine.has_ended:
             self.engine.guard(self.mover.computed, chunks, last)
             if last:
-                self._sent()
+                self.sent()

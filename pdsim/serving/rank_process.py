@@ -14,7 +14,7 @@ decode, that schedules or follows.  What such a rank does beside is in its parts
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from mypy_extensions import mypyc_attr
@@ -383,6 +383,14 @@ class EngineRank(RankProcess):
     def traffic(self) -> LinkTraffic:
         """What else than KV this rank puts on the links of its GPU; of the model only (`experiments.serve`)."""
         return cast("LinkTraffic", self.rank.device.traffic)  # type: ignore[attr-defined]
+
+    def ends(self, seconds: Sequence[float]) -> list[float]:
+        """Return when this rank acts on the ends of forwards, one after the other, from now on; none if unknown.
+
+        They are known on the model only, where nothing else can come in between.
+        """
+        known = getattr(self.rank.device, "ends", None)
+        return [] if known is None else known(seconds)
 
     def run(self) -> Program:
         """As `RankProcess.run`, after registering."""

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -124,6 +125,36 @@ class PostingHost(SchedulerHost):
             starts.append(last)
         self._turns.extend(starts)
         return starts
+
+    def ahead(self, ends: Sequence[float]) -> list[float]:
+        """Return when the KV of forwards, of one request each, that will end at *ends* is posted: see `go_by`."""
+        pace, shape, drawn = self.pace, self._shape or 1.0, self._drawn_ahead
+        send, following = self.costs.send * pace, self.costs.send_next * pace
+        if self._shape:
+            while len(drawn) < self._draws * len(ends):
+                drawn = self._drawn_ahead = self._random.gamma(shape, size=_AHEAD).tolist()[::-1] + drawn
+            values = reversed(drawn)
+        else:
+            values = repeat(1.0)
+        last, turns = self._turns[-1] if self._turns else 0.0, list[float]()
+        for end in ends:
+            seconds = send * next(values) / shape
+            after = last + following * next(values) / shape if following else last
+            last = max(after, end + seconds)
+            turns.append(last)
+        return turns
+
+    def go_by(self, turns: Sequence[float]) -> None:
+        """Take note that forwards have ended whose KV is posted at *turns*, the next that `ahead` has said."""
+        if turns:
+            self._turns.extend(turns)
+            if self._shape:
+                del self._drawn_ahead[len(self._drawn_ahead) - self._draws * len(turns) :]
+
+    @property
+    def _draws(self) -> int:
+        # of a post
+        return 2 if self.costs.send_next else 1
 
     def due(self, now: float) -> int:
         """Return how many posts are still to come at the time *now*."""

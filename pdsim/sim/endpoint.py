@@ -58,8 +58,8 @@ class SeriesRecorder(Protocol):
 
     def transfer(self, record: TransferRecord) -> None: ...
 
-    def series(self, run: RecordRun, *times: Times) -> None:
-        """Keep the records of *run* with these *times*, in the order of `TransferRecord`."""
+    def series(self, run: RecordRun, times: Sequence[Times], labels: Sequence[str] = ()) -> None:
+        """Keep the records of *run* with these *times*, in the order of `TransferRecord`; *labels*: one for each."""
 
 
 class SimEndpoint:
@@ -489,7 +489,7 @@ class SimEndpoint:
         for batch, part in zip(batches, parts, strict=True):
             transfer, local = Transfer(self._clock, batch, part.label), self._registered(batch.source)
             posted.append(SimTransfer(transfer, connection, True, local, batch.target, part.notify, 0.0))
-        series = Series(self, self._foreseen, posted, kinds, paces, over, times)
+        series = Series(self, self._foreseen, posted, kinds, paces, over, times, None, parts[0].labels[number:])
         if not self._foreseen.join(series):
             for one in posted:
                 one.release()

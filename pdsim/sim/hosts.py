@@ -124,6 +124,8 @@ class HostLatency:
         self._coming: list[ScheduledArrivals] = []
         self.instant = not (self._wake or self._idle_wake)
         """Whether it acts upon everything at once."""
+        self.constant = inf if self._idle_wake else self._wake
+        """Seconds until it acts upon what comes, if that does not depend on what came before."""
 
     def acts(self, now: float) -> float:
         """Return when it acts upon what comes at *now*; calls are in the order of time."""

@@ -11,8 +11,9 @@ where it is, and counts as used, until the last hold is released.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -265,6 +266,7 @@ class SimDevice:
         self._planned = 0.0  # when everything that was to be copied has been launched
         self._free = 0.0
         self.slowness = 1.0  # how many times as long as usual computation takes
+        self.steady = False  # whether nothing can happen to this rank that its program does not ask for
         self.watch: Callable[[Batch], None] | None = None  # told of every copy at its end
         self._buffers: dict[SimBuffer, None] = {}
 
@@ -318,6 +320,20 @@ class SimDevice:
         done = self._clock.event()
         self._clock.call_at(self._free, self._computed, done)
         return done
+
+    def ends(self, seconds: Sequence[float]) -> list[float]:
+        """Return when the rank would act on the end of each of so many computations, begun as the one before ends.
+
+        The first begins now.  None where other things that come to this rank can change that.
+        """
+        wake, now, free, ends = self.host_latency.constant, self._clock.now, self._free, list[float]()
+        if not self.steady or wake == inf or self.holds_bytes:
+            return ends
+        for one in seconds:
+            free = max(now, free) + one * self.slowness
+            now = free + wake
+            ends.append(now)
+        return ends
 
     def close(self) -> None:
         for buffer in self._buffers:

@@ -161,6 +161,7 @@ class _ModelJob:
         self._sampling = Sampling(self._clock, self._network, model.samples) if sampled else None
         shared = self._clock, self._network, self._topology, model.engine, self._chance, model.observer
         self._fabric = Fabric(*shared, draws, crowded)
+        self._steady = not (model.observer or self._chance or draws or model.outages or kill or restart)
         self._groups: dict[tuple[str, ...], SharedGroup] = {}
         self._channels: dict[str, SimChannel] = {}
         self._memories: dict[str, DeviceMemory] = {}
@@ -264,6 +265,7 @@ class _ModelJob:
         link = self._topology.memory(site)
         device = SimDevice(self._memory(site), clock, self._network, link, copies, host_latency, traffic)
         device.watch = observer.copied if observer is not None else None
+        device.steady = self._steady
         records = _Records(name, model, self._sampling)
         endpoint = SimEndpoint(self._fabric, name, clock, device, site, records)
         hold = self._chance.message if self._chance is not None else None

@@ -74,6 +74,11 @@ class SimWriteSequence(WriteSequence):
         if self._series is not None:
             self._series.cut()
 
+    def retime(self, times: Sequence[float]) -> None:
+        super().retime(times)
+        if self._series is not None:
+            self._series.cut()
+
     def _next(self) -> None:
         if self.done >= self._ask and self._left:
             count, times = len(self._parts), self._times
@@ -137,6 +142,7 @@ class Series:
         over: Callable[[int, Sequence[int], Transfer | None], None] | None,
         times: Sequence[float],
         number: int | None = None,
+        labels: Sequence[str] = (),
     ) -> None:
         self.peer = posted[0].connection.remote.name
         self.number = number
@@ -159,6 +165,7 @@ class Series:
         self._clock = foreseen.clock
         self._posted = posted
         self._over = over
+        self._labels = labels
 
     def cut(self) -> None:
         """Report what is complete, and make the write under way a transfer of its own."""
@@ -222,6 +229,8 @@ class Series:
         transfer = None
         if begun:
             one = posted[self.kinds[number]]
+            if self._labels:
+                one.transfer.label = self._labels[number]
             transfer = self._endpoint.resume(one, stages, flow)
         self._over(count, [one.transfer.batch.nbytes for one in posted], transfer)
 
@@ -240,8 +249,9 @@ class Series:
             own = stages if alone else stages[:, np.array(kinds) == kind]
             submitted, posts, complete = own[0], own[1], own[4]
             name = Kind(endpoint.engine, "write", batch.source.owner, batch.target.owner, "ok")
+            labels = self._labels[:count] if self._labels else ()
             run = RecordRun(name, posted.transfer.label, batch.nbytes, len(batch), len(posts))
-            endpoint.recorder.series(run, submitted, submitted, posts, complete, complete)
+            endpoint.recorder.series(run, (submitted, submitted, posts, complete, complete), labels)
             if len(posts) and posted.notify:
                 inbox.act_at(acts, Notification(endpoint.name, posted.notify, len(posts)))
 

@@ -78,6 +78,7 @@ class Batches(Protocol):
 class Writes(NamedTuple):
     """Part of a `WriteSequence`: batches of as many descriptors and bytes each, each written with *notify*.
 
+    *labels* has one for each batch, if they differ.
     ``progress(writes, nbytes)`` is called with those that have completed since the last call, and their bytes.
     """
 
@@ -85,6 +86,7 @@ class Writes(NamedTuple):
     notify: bytes = b""
     label: str = ""
     progress: Callable[[int, int], None] | None = None
+    labels: Sequence[str] = ()
 
 
 class WriteSequence(Event):
@@ -127,6 +129,12 @@ class WriteSequence(Event):
         if self._waits:
             self._wait_until(self._clock.now)
 
+    def retime(self, times: Sequence[float]) -> None:
+        """Post what has not been posted at *times* instead; the turns that are past keep theirs."""
+        self._times = times
+        if self._waits:
+            self._wait_until(self._clock.now)
+
     def _wait_until(self, at: float) -> None:
         self._waits = True
         self._clock.call_at(at, self._on_time, self.done)
@@ -153,7 +161,8 @@ class WriteSequence(Event):
         if self._times and self._times[number] > self._clock.now:
             self._wait_until(self._times[number])
             return
-        batches, notify, label, _ = parts[part]
+        batches, notify, label, _, labels = parts[part]
+        label = labels[number] if labels else label
         self._follow(self._endpoint.write(self._peer, batches[number], notify, label=label))
 
     def _follow(self, transfer: Transfer) -> None:

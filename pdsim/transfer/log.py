@@ -203,7 +203,7 @@ class TransferLog(_RecordSequence):
         self._rank = rank
         self._spill = spill
         self._codes: dict[tuple[str, ...], int] = {}  # by `Kind`, which equals a plain tuple of the same
-        self._new: list[TransferRecord | tuple[RecordRun, list[bytes]]] = []  # in no block yet
+        self._new: list[TransferRecord | tuple[RecordRun, list[bytes], Sequence[str]]] = []  # in no block yet
         self._waiting = 0  # how many records the runs among them have
         self._blocks: list[LogBlock | int] = []  # or where in *spill* it is
         self._count = 0  # records in blocks
@@ -228,11 +228,11 @@ class TransferLog(_RecordSequence):
         if len(self._new) >= KEPT:
             self._put_away(self._spill)
 
-    def extend_run(self, run: RecordRun, *times: npt.NDArray[np.float64]) -> None:
-        """Add the records of *run*, whose *times* are those of `TransferRecord`, in its order."""
+    def extend_run(self, run: RecordRun, times: Sequence[Floats], labels: Sequence[str] = ()) -> None:
+        """Add the records of *run*, with *times* in the order of `TransferRecord`, and *labels* if they differ."""
         if not run.count:
             return
-        self._new.append((run, [values.tobytes() for values in times]))
+        self._new.append((run, [values.tobytes() for values in times], labels))
         self._waiting += run.count
         if self._waiting >= KEPT:
             self._put_away(self._spill)
@@ -244,12 +244,13 @@ class TransferLog(_RecordSequence):
         times: list[list[bytes]] = [[] for _ in TIMES]
         for alike, group in groupby(self._new, type):
             if alike is tuple:
-                for (kind, label, size, number, count), parts in group:  # type: ignore[misc]
-                    codes.append(self._codes.setdefault(kind, len(self._codes)))
-                    labels.append(label)
-                    nbytes.append(size)
-                    descriptors.append(number)
-                    counts.append(count)
+                for (kind, label, size, number, count), parts, each in group:  # type: ignore[misc]
+                    runs = len(each) or 1
+                    codes.extend([self._codes.setdefault(kind, len(self._codes))] * runs)
+                    labels += each or (label,)
+                    nbytes.extend([size] * runs)
+                    descriptors.extend([number] * runs)
+                    counts.extend([count // runs] * runs)
                     for column, data in zip(times, parts, strict=True):
                         column.append(data)
                 continue
@@ -263,9 +264,9 @@ class TransferLog(_RecordSequence):
             for column, values in zip(times, stamps, strict=True):
                 column.append(pack(f"{len(values)}d", *values))
         self._new, self._waiting = [], 0
-        runs = nbytes.tobytes(), descriptors.tobytes(), counts.tobytes()
+        numbers_of = nbytes.tobytes(), descriptors.tobytes(), counts.tobytes()
         block = LogBlock(
-            self._rank, self._kinds(), codes.tobytes(), labels, *runs, [b"".join(part) for part in times]
+            self._rank, self._kinds(), codes.tobytes(), labels, *numbers_of, [b"".join(part) for part in times]
         )
         self._blocks.append(block if spill is None else spill.append(_encode(block)))
         self._count += sum(counts)
