@@ -335,7 +335,7 @@ def attempt(scenario: Scenario) -> Tried:
         observer=checks,
         collective=scenario.collective,
     )
-    with counted(checks.reached):
+    with counted(checks.reached, checks.changes):
         outcome = model.run(scenario.specs, scenario.kill, scenario.restart)
     timeout = scenario.engine.timeout
     for rank in outcome.ranks.values():

@@ -259,6 +259,7 @@ class DecodeScheduler(InstanceScheduler[DecodeRequest, DecodePages, DecodeLeader
             self._queue.remove(request)
             self.pages.forget(number)
             waited = True
+            self.wake()  # those behind it may lack fewer pages
         return waited
 
     def abort(self, _: str, message: Abort) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from math import isinf
 from typing import Any, NamedTuple
 
 from pdsim.core.errors import MessageError
@@ -24,6 +23,7 @@ from pdsim.kv.messages import (
     Destination,
     Finished,
     KvMessage,
+    PrefillDone,
     ReadRequest,
     Stop,
     Submit,
@@ -36,6 +36,7 @@ from pdsim.kv.push import KvSender
 from pdsim.kv.receiver import KvReceiver
 from pdsim.serving.decode import DecodeScheduler
 from pdsim.serving.prefill import PrefillWorker
+from pdsim.serving.rank_process import Room
 from pdsim.serving.router import Router
 from pdsim.sim.faults import Observer
 from pdsim.transfer import Batch
@@ -44,7 +45,8 @@ from pdsim.verify.bounds import BoundsChecker
 from pdsim.verify.computed import ComputedChecker, window_differs
 from pdsim.verify.leaks import LeakChecker
 from pdsim.verify.ownership import OwnershipChecker
-from pdsim.verify.reached import Rooms
+from pdsim.verify.reached import Rooms, transition
+from pdsim.verify.waits import WaitChecker
 
 INVARIANTS = {
     "I1": "A room ends once on each rank; a failed room never succeeds.",
@@ -55,14 +57,14 @@ INVARIANTS = {
     "I5": "Every request ends; each failure, and each end of a rank, follows a fault that reached it.",
     "I6": "First-token metadata is read from, lands in, and is taken from its room's slot.",
     "I7": "The ranks of a group process the same chunks and pages in one order.",
-    "I8": "At the end no pages, slots, ring bytes, regions or outstanding tokens are left; no container has grown.",
+    "I8": "At the end no pages, slots, ring bytes, memory or outstanding tokens are left; no container has grown.",
     "I9": "At the end every pair of live instances is connected and serves its probe.",
     "I10": "Prefill sends only what finished forwards have computed.",
     "I11": "A request is sent anew only after a loss, in another room, as often as it may be.",
-    "I12": "Pages out of quarantine, and free staging slots, go to whoever waits.",
+    "I12": "Who has work is awake: pages out of quarantine, and free staging slots, go to whoever waits.",
     "I13": "Failed rooms post nothing, draining instances get none; rooms of users who left end with the step.",
     "I14": "All output tokens are decoded, stages in order; writes and bytes count once.",
-    "I15": "Transfers end by their deadline; nothing is given up sooner; send queues keep their depth.",
+    "I15": "Transfers and waits end by their deadline; nothing is given up sooner; send queues keep their depth.",
 }
 """The checked invariants, by name; `docs/faults.md` has the table."""
 
@@ -107,6 +109,7 @@ class InvariantChecker(Observer):
         self._owners = OwnershipChecker(self._report, self._computed)
         self._leftovers = LeakChecker(self._report)
         self.bounds = BoundsChecker(self._report)
+        self._waits = WaitChecker(self._report)
         self._members: dict[str, Any] = {}
         self._gone: set[str] = set()
         self._born: dict[str, float] = {}  # by rank: when its last process began
@@ -123,6 +126,7 @@ class InvariantChecker(Observer):
             Finished: self._on_finished,
             Stop: self._on_stop,
             Arrival: lambda _, message: self.bounds.said(message),
+            PrefillDone: self._waits.answered,
         }
         self._stopped = False
 
@@ -135,13 +139,13 @@ class InvariantChecker(Observer):
         self._computed.joined(member)
         self._leftovers.joined(member)
         self.bounds.joined(member)
+        self._waits.joined(member)
         if isinstance(member, Router):
             return
         scheduler: Any = member.scheduler
         if scheduler is not None:
-            scheduler.forget = partial(self._freed, member, scheduler.forget)
             scheduler.rooms = Rooms(scheduler.rooms)
-            scheduler.rooms.reached = self.reached
+            scheduler.rooms.entered, scheduler.rooms.changes = partial(self._waits.entered, member), self.changes
         if isinstance(member.scheduler, DecodeScheduler):
             if isinstance(member.mover.receiver, KvReceiver):
                 scheduler.poll = partial(self._polled, member, scheduler.poll)
@@ -156,8 +160,14 @@ class InvariantChecker(Observer):
         for action in _ORDERED[type(part)]:
             self._ordered(order, part, action)
 
+    def changes(self, room: Room, state: str) -> None:
+        """Count a transition of *room*, to *state*, and check how long it took."""
+        self.reached[transition(room, state)] += 1
+        self._waits.changes(room, state)
+
     def sent(self, sender: str, receiver: str, payload: bytes) -> None:  # noqa: ARG002
-        """Look at a control message."""
+        """Look at a control message, and at who sleeps."""
+        self._waits.look(self._now())
         try:
             message = decode(payload)
         except MessageError:
@@ -355,17 +365,6 @@ class InvariantChecker(Observer):
                     for mine, its in ((mine, its) for mine, its in pairs if mine != its):
                         self._report("I7", f"{one} took up {mine} where {two} took up {its}")
                         break
-
-    def _freed(self, member: Any, forget: Callable[[int], None], number: int) -> None:
-        scheduler = member.scheduler
-        held = number in scheduler.pages.pool.owners
-        forget(number)
-        if isinstance(scheduler, DecodeScheduler):
-            asleep = isinf(scheduler._due) and not scheduler.waits()
-        else:
-            asleep = scheduler._idle is not None and not scheduler._idle.triggered
-        if held and asleep and scheduler._queue and not member.has_ended:
-            self._report("I12", f"{member.rank.name} sleeps when room {number} is free, and others wait")
 
     def _on_stop(self, sender: str, _: Any) -> None:
         if sender != ROUTER or self._stopped or not self._rooms:  # a leader that leaves ends its followers so

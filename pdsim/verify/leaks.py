@@ -7,8 +7,8 @@ no list of them, so a container that is added to the protocol is counted too.
 
 Nothing may be left of a room.  Nothing may have grown but tables of peers, which connect for their first room.
 They may name only existing ranks and instances, each once for all its incarnations, and keep no more entries for
-each than an instance has ranks.  No more memory may be registered than at the start, and no tokens
-may be outstanding at an instance, by the router's account.
+each than an instance has ranks.  No more memory may be allocated, registered or held by transfers than at the start,
+and no tokens may be outstanding at an instance, by the router's account.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LeakChecker:
         self._report = report
         self._members: dict[str, Any] = {}
         self._before: dict[str, dict[str, int]] = {}  # by rank and path
-        self._regions: dict[str, int] = {}  # by rank
+        self._amounts: dict[str, dict[str, int]] = {}  # by rank
         self._began = False
 
     def joined(self, member: Any) -> None:
@@ -56,14 +56,14 @@ class LeakChecker:
         self._members[name] = member
         if self._began:
             self._before[name] = _census(member)
-            self._regions[name] = _regions(member)
+            self._amounts[name] = _amounts(member)
 
     def begin(self) -> None:
         """Count what all have, before the first request."""
         if not self._began:
             self._began = True
             self._before = {name: _census(member) for name, member in self._members.items()}
-            self._regions = {name: _regions(member) for name, member in self._members.items()}
+            self._amounts = {name: _amounts(member) for name, member in self._members.items()}
 
     def check(self, name: str) -> None:
         """Check what rank *name* has left, now that all requests are over."""
@@ -75,9 +75,14 @@ class LeakChecker:
                 self._report("I8", f"{name}{path} still has rooms {rooms[:5]} when all is over")
             elif grown > 0 and not self._is_of_peers(container):
                 self._report("I8", f"{name}{path} still has {grown} entries when all is over")
-        grown = _regions(member) - self._regions.get(name, 0)
-        if grown > 0:
-            self._report("I8", f"{name} has {grown} regions of memory more than at the start when all is over")
+        start = self._amounts.get(name, {})
+        for what, amount in _amounts(member).items():
+            if (grown := amount - start.get(what, 0)) > 0:
+                self._report("I8", f"{name} has {grown} {what} more than at the start when all is over")
+        endpoint = member.rank.endpoint
+        failed = sum(posted.transfer.triggered for posted in endpoint.moving.values())
+        if failed != endpoint.quarantined:
+            self._report("I8", f"{name} counts {endpoint.quarantined} transfers in quarantine, there are {failed}")
         for peer, connection in getattr(member.rank.endpoint, "_connections", {}).items():
             if left := connection.send_queue.outstanding:
                 self._report("I8", f"{name}: {left} descriptors are outstanding to {peer} when all is over")
@@ -87,6 +92,8 @@ class LeakChecker:
                 for instance, tokens in side.items():
                     if tokens:
                         self._report("I8", f"{name}: {tokens} tokens are outstanding at {instance} when all is over")
+            if resting := registry.resting - member.membership.draining.keys():
+                self._report("I8", f"{name}: {sorted(resting)} get no requests, and do not drain")
             return
         for what, count in _gauges(member):
             if count:
@@ -145,8 +152,14 @@ def _is_whole(pool: Any) -> bool:
     return numbers == list(range(len(numbers)))
 
 
-def _regions(member: Any) -> int:
-    return len(member.rank.endpoint.regions)
+def _amounts(member: Any) -> dict[str, int]:
+    device, buffers = member.rank.device, member.rank.device.memory._buffers.values()
+    return {
+        "regions of memory": len(member.rank.endpoint.regions),
+        "bytes of memory": sum(buffer.size for buffer in device._buffers),
+        "holds of memory": sum(buffer._held for buffer in buffers),
+        "bytes that are freed, and held,": sum(buffer.size for buffer in buffers if buffer.freed),
+    }
 
 
 def _census(member: Any) -> dict[str, int]:

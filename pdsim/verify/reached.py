@@ -8,7 +8,7 @@ go.  What no scenario reaches, no invariant has checked.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,32 +32,41 @@ MESSAGES = tuple(sorted(kind.__name__ for kind in messages.KvMessage.__subclasse
 
 
 class Rooms(dict[int, Room]):
-    """The rooms of a scheduler, which counts in *reached* those that leave."""
+    """The rooms of a scheduler, which tells *entered* of those that come, and *changes* of those that leave."""
 
-    reached: Counter[str]
+    entered: Callable[[Room], None]
+    changes: Callable[[Room, str], None]
+
+    def __setitem__(self, number: int, room: Room) -> None:
+        super().__setitem__(number, room)
+        self.entered(room)
 
     def pop(self, number: int, *default: Any) -> Any:
         """Return room *number*, which is over."""
         room = super().pop(number, *default)
         if isinstance(room, Room):
-            self.reached[f"{_side(room)} {room.state}>over"] += 1
+            self.changes(room, "over")
         return room
 
     def __delitem__(self, number: int) -> None:
         self.pop(number)
 
 
-def _side(room: Room) -> str:
-    return "prefill" if isinstance(room, PrefillRequest) else "decode"
+def transition(room: Room, state: str) -> str:
+    """Return the name of the transition of *room* to another *state*."""
+    return f"{'prefill' if isinstance(room, PrefillRequest) else 'decode'} {room.state}>{state}"
 
 
 @contextmanager
-def counted(reached: Counter[str]) -> Iterator[None]:
-    """Count in *reached* the transitions of all rooms of this process, while the block runs."""
+def counted(reached: Counter[str], changes: Callable[[Room, str], None]) -> Iterator[None]:
+    """Tell *changes* of the transitions of all rooms of this process, while the block runs.
+
+    Those of senders are counted in *reached*.
+    """
 
     def set_state(room: Room, name: str, value: Any) -> None:
         if name == "state" and isinstance(room, PrefillRequest | DecodeRequest) and name in vars(room):
-            reached[f"{_side(room)} {room.state}>{value}"] += 1
+            changes(room, value)
         object.__setattr__(room, name, value)
 
     advanced = vars(push)["advance"]  # which a test may have replaced

@@ -10,6 +10,7 @@ import time
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -34,6 +35,7 @@ from pdsim.kv.messages import Leave
 from pdsim.kv.policy import Policy, Staging
 from pdsim.kv.push import KvSender
 from pdsim.results.record import Result
+from pdsim.serving.decode import DecodeScheduler
 from pdsim.serving.handoff.push import PushDecode
 from pdsim.serving.prefill import PrefillScheduler, PrefillWorker
 from pdsim.serving.rank_process import RankProcess
@@ -198,6 +200,11 @@ def only_the_leader_leaves(original: Any, self: RankProcess, receivers: Any, mes
     original(self, receivers[0] if isinstance(message, Leave) else receivers, message)
 
 
+def withdraws_asleep(original: Any, self: DecodeScheduler, number: int) -> bool:
+    with patch.object(self, "wake"):
+        return bool(original(self, number))
+
+
 DEFECTS = [
     # D11: slots of a room whose writer was silent, and given up, when it asked
     (101759, 6, "late silences", (PushDecode, "_ask", answers_any), "I8"),
@@ -215,6 +222,8 @@ DEFECTS = [
     (6031, 39, "delays slow kills restarts", (PushDecode, "_arrive", takes_any), "I8"),
     # nobody pinged the followers of an instance that leaves, whose leader waits for pages in quarantine
     (6094957, 35, "aborts changes nodes pulls rings", (RankProcess, "send", only_the_leader_leaves), "I5"),
+    # the first request of a queue was withdrawn, and nobody looked at those behind it, which fit
+    (26, 13, "late limits", (DecodeScheduler, "withdraw", withdraws_asleep), "I12"),
 ]
 """Seed, requests and kinds of faults that show what a fix is for, the method without it, and what it breaks."""
 

@@ -23,7 +23,9 @@ LAYOUT = KvLayout(KvShape(layers=1, heads=1, head_bytes=16), tp=1, page_size=4, 
 
 
 def member(name: str, **state: Any) -> Any:
-    rank = SimpleNamespace(name=name, endpoint=SimpleNamespace(regions={}))
+    endpoint = SimpleNamespace(regions={}, moving={}, quarantined=0)
+    device = SimpleNamespace(_buffers={}, memory=SimpleNamespace(_buffers={}))
+    rank = SimpleNamespace(name=name, endpoint=endpoint, device=device)
     return SimpleNamespace(**{"rank": rank, "scheduler": None, "worker": None, "mover": None} | state)
 
 

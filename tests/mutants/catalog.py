@@ -18,7 +18,7 @@ from msgspec.structs import replace as changed
 
 from experiments.faults import scenario as scenarios
 from experiments.faults.scenario import Scenario
-from pdsim.core.clock import fire
+from pdsim.core.clock import Timers, fire
 from pdsim.core.errors import TransferError, TransferFailed, TransferTimeout
 from pdsim.hardware.machine import Interconnect
 from pdsim.kv import contents, layout, messages, pages, push
@@ -42,6 +42,7 @@ from pdsim.serving.rank_process import EngineRank
 from pdsim.serving.settings import ServingEngine
 from pdsim.serving.steps import RunningBatch
 from pdsim.sim.endpoint import SimEndpoint
+from pdsim.sim.memory import SimBuffer
 from pdsim.sim.posting import SendQueue
 from pdsim.transfer import Transfer
 from tests.mutants.mutant import Mutant
@@ -636,6 +637,9 @@ MUTANTS = (
            ((QuarantineStall, "clear", nothing),)),
     Mutant("C14", "a chunk that waits no longer holds up those behind it", "I12",
            ((StagingReceiver, "_expire", lambda self, key: self.ring.withdraw(key) and self._refuse(key)),), staged),
+    Mutant("C15", "the time limits of rooms never begin", "I15", ((Timers, "add", nothing),),
+           lambda s: bool(s.job.bootstrap_timeout or s.job.waiting_timeout)),
+    Mutant("C16", "memory that a transfer has used stays held", "I8", ((SimBuffer, "release", nothing),)),
 )  # fmt: skip
 
 IMPOSSIBLE = {

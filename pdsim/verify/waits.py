@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether who has work is awake, and nothing waits for longer than it may: a part of `pdsim.verify.invariants`.
+
+A scheduler that nothing will wake is looked at whenever a message is sent.  If it could have gone on at two instants
+and has slept all the while, somebody has forgotten to wake it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from math import inf, isinf
+from typing import Any
+
+from pdsim.kv.messages import PrefillDone, Renew
+from pdsim.kv.receiver import KvReceiver
+from pdsim.serving.decode import DecodeScheduler
+from pdsim.serving.prefill import PrefillRequest
+from pdsim.serving.rank_process import Room
+from pdsim.serving.router import Router
+
+_ROUNDING = 1e-9
+"""Seconds by which two sums of the same times may differ."""
+
+
+class WaitChecker:
+    """Calls *report* with an invariant (I12 or I15) and a text for who sleeps, or waits too long."""
+
+    def __init__(self, report: Callable[[str, str], None]) -> None:
+        self._report = report
+        self._members: dict[str, Any] = {}
+        self._now = -1.0
+        self._could: dict[str, tuple[Any, str]] = {}  # by rank: what it sleeps on, and what it could have done
+        # by identity: rooms, and when each came to its state or its lease began
+        self._since: dict[int, tuple[Any, Room, float]] = {}
+        self._asked: dict[tuple[str, Any], float] = {}  # by rank and question: when a slot was asked for
+        self._pauses: dict[str, list[tuple[float, float]]] = {}  # by rank
+
+    def joined(self, member: Any) -> None:
+        """Watch *member*, a rank's program."""
+        self._members[member.rank.name] = member
+        self._could.pop(member.rank.name, None)
+        clock = member.clock
+        clock.pause = partial(self._paused, member, clock.pause)
+        if isinstance(member, Router):
+            return
+        renew = member.handlers.get(Renew)
+        if renew is not None:
+            member.handlers[Renew] = partial(self._renewed, member, renew)
+        landing = getattr(getattr(member.mover, "receiver", None), "landing", None)
+        if landing is not None:
+            landing.ask = partial(self._asks, member, landing.ask)
+
+    def entered(self, member: Any, room: Room) -> None:
+        """Take note that *room* has come to the scheduler of *member*."""
+        self._since[id(room)] = member, room, member.clock.now
+
+    def changes(self, room: Room, state: str) -> None:
+        """Check that *room*, which comes to another *state* now, has not been in its own for too long."""
+        known = self._since.pop(id(room), None)
+        if known is None:
+            return
+        member, _, since = known
+        limit, now = _limit(member, room), member.clock.now
+        if limit and now > self._allowed(member, since + limit) + _ROUNDING:
+            what = f"room {room.request.room} is {room.state} on {member.rank.name} for {now - since:g} s"
+            self._report("I15", f"{what}, and may be for {limit:g} s")
+        if state != "over":
+            self._since[id(room)] = member, room, inf if state == "kept" else now
+
+    def answered(self, sender: str, message: PrefillDone) -> None:
+        """Take note that the lease of a room begins."""
+        self._renewed(self._members[sender], lambda *_: None, sender, Renew(message.instance, (message.room,)))
+
+    def look(self, now: float) -> None:
+        """Check those who sleep at the instant *now*, and those who wait."""
+        if now == self._now:
+            return
+        self._now = now
+        for name, member in self._members.items():
+            if member.has_ended or member.clock.halted:
+                self._could.pop(name, None)
+            elif isinstance(member, Router):
+                for instance, until in member.membership.draining.items():
+                    if until < now - _ROUNDING:
+                        self._report("I15", f"{instance} still drains, and its time is over")
+            else:
+                self._look_at(name, member)
+
+    def _look_at(self, name: str, member: Any) -> None:
+        if member.scheduler is not None:
+            before, sleep = self._could.pop(name, None), _sleep(member.scheduler)
+            could = next(_work(member.scheduler), None) if sleep is not None else None
+            if could is not None:
+                self._could[name] = sleep, could
+                if before is not None and before[0] is sleep and before[1] == could:
+                    self._report("I12", f"{name} sleeps, and {could}")
+        receiver = getattr(member.mover, "receiver", None)
+        if isinstance(receiver, KvReceiver) and receiver.landing is not None:
+            key = next(iter(receiver.landing.ring._line), None)
+            end = self._asked.get((name, key), inf) + receiver.landing._wait
+            if key is not None and self._now > self._allowed(member, end) + _ROUNDING:
+                self._report("I15", f"a chunk waits for longer than it may for a slot of the ring of {name}: {key}")
+
+    def _paused(self, member: Any, pause: Callable[[float], None], end: float) -> None:
+        self._pauses.setdefault(member.rank.name, []).append((member.clock.now, end))
+        pause(end)
+
+    def _allowed(self, member: Any, end: float) -> float:
+        # What should happen while a rank stands still happens when it goes on.
+        pauses = self._pauses.get(member.rank.name, ())
+        return max([end, *(last for first, last in pauses if first <= end <= last)])
+
+    def _renewed(self, member: Any, renew: Callable[[str, Any], None], sender: str, message: Renew) -> None:
+        renew(sender, message)
+        for number in message.rooms if message.incarnation == member.incarnation else ():
+            room = member.scheduler.rooms.get(number)
+            if room is not None and room.state == "kept":
+                self._since[id(room)] = member, room, member.clock.now
+
+    def _asks(self, member: Any, ask: Callable[[str, Any], None], sender: str, message: Any) -> None:
+        self._asked[member.rank.name, (message.room, message.writer, message.chunk)] = member.clock.now
+        ask(sender, message)
+
+
+def _limit(member: Any, room: Room) -> float:
+    # For how long a room may be in its state; 0 is for ever.
+    job = member.job
+    if not isinstance(room, PrefillRequest):
+        return job.waiting_timeout if room.state == "reserved" else 0.0
+    if room.state == "kept":
+        return float(job.engine.lease)
+    return job.bootstrap_timeout if room.state == "waiting" else 0.0
+
+
+def _sleep(scheduler: Any) -> Any:
+    # What tells this sleep from another; None if it is awake, or will be by itself.
+    if isinstance(scheduler, DecodeScheduler):
+        return (scheduler._due_event or scheduler) if isinf(scheduler._due) and not scheduler._retracting else None
+    idle = scheduler._idle
+    return idle if idle is not None and not idle.triggered else None
+
+
+def _work(scheduler: Any) -> Iterator[str]:
+    # What it could do if it were awake, as far as that is certain.
+    pool, state, handoff = scheduler.pages.pool, scheduler.pages.state, scheduler.handoff
+
+    waiting: Any
+    room: Any
+
+    def fits(request: Any, output: int, reach: int) -> bool:
+        pages = pool.rounded(scheduler.job.page_count(request.input + output))
+        slots, window = state.slots, state.window
+        rows = slots is None or slots.free > 0
+        rows = rows and (window is None or window.free >= state.need(request.input, reach))
+        return bool(pages <= pool.free and rows and handoff.has_slot())
+
+    if isinstance(scheduler, DecodeScheduler):
+        preemption, others = scheduler.preemption, scheduler.growing()
+        for room in (*scheduler.complete, *scheduler._late):
+            yield f"room {room.request.room} has arrived"
+        if scheduler._left:
+            yield "a user has left"
+        if scheduler._waiting and preemption.has_place:
+            yield f"room {scheduler._waiting[0].request.room} could join"
+        if preemption.waiting:
+            room, others = preemption.waiting[0], others - len(preemption.waiting)
+            if preemption.has_place and preemption.memory.admits(room.context, len(scheduler.rooms)):
+                yield f"room {room.request.room} could go on"
+        elif scheduler._queue:
+            request = scheduler._queue[scheduler.policy.admit(scheduler._queue)]
+            grown = preemption.memory.admits(request.input, len(scheduler.rooms))
+            if grown and fits(request, scheduler.pages.output(request), request.input + request.output):
+                yield f"room {request.room} could have pages"
+        waiting = preemption.waiting or scheduler._queue
+        others += sum(room.released for room in scheduler.rooms.values())  # their pages come back at once
+    else:
+        waiting, others = scheduler._queue, scheduler.pages.running
+        if waiting:
+            chosen = scheduler.policy.prefill(waiting, scheduler.job.chunk)
+            room = None if chosen is None else waiting[chosen[0]]
+            if room is not None and (room.has_pages or fits(room.request, 0, room.request.input)):
+                yield f"room {room.request.room} could be computed"
+        if getattr(handoff, "_moved", ()):
+            yield "decode has not heard of what it has read"
+    if waiting and not others and not scheduler.blocked.waiting:
+        yield "nothing will give pages back to the first that waits"
