@@ -118,9 +118,7 @@ RUNS = {
         f"experiment=serve {H200_NVLINK} model=llama-3.1-8b parallel=tp4 parallel.prefill.cp=2 "
         "parallel.prefill.tp=2 kv.all_cp_ranks=true workload=poisson workload.count=10"
     ),
-    "serve-state-aborts": Run(
-        f"experiment=serve {MI300X} model=qwen3-next-80b-a3b workload.aborts=0.2 {SMALL}",
-    ),
+    "serve-state-aborts": Run(f"experiment=serve {MI300X} model=qwen3-next-80b-a3b workload.aborts=0.2 {SMALL}"),
     "serve-tracked-state": Run(
         f"experiment=serve {LOOPBACK} backend=mooncake_tcp model=tiny-hybrid memory=tracked parallel.prefill.tp=2"
     ),

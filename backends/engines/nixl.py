@@ -76,10 +76,7 @@ class NixlEndpoint(RealEndpoint):
     options = ("progress_thread", "num_threads")
     variants = (
         _Transports(
-            backend="nixl_tcp",
-            memory=("host", "gpu"),
-            environment={"UCX_TLS": "tcp,self"},
-            defaults={**LO, **NO_IB},
+            backend="nixl_tcp", memory=("host", "gpu"), environment={"UCX_TLS": "tcp,self"}, defaults={**LO, **NO_IB}
         ),
         _Transports(
             backend="nixl_shm",

@@ -96,10 +96,7 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
             Metric("ttft_p50_best_s", best[4], f"median TTFT of {', '.join(best[:4])}"),
             Metric("ttft_p50_worst_s", last[4], f"median TTFT of {', '.join(last[:4])}"),
         ],
-        tables=[
-            Table("Engines", heads | COLUMNS, rows),
-            Table("Skipped", heads | {"because": ""}, skipped),
-        ],
+        tables=[Table("Engines", heads | COLUMNS, rows), Table("Skipped", heads | {"because": ""}, skipped)],
         notes=[*notes, "costs of engines are those of conf/backend: no calibration is laid over them"],
     )
 

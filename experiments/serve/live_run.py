@@ -52,11 +52,7 @@ LATE = 0.01
 
 
 def run(
-    config: Config,
-    deployment: LiveDeployment,
-    requests: Sequence[Request],
-    policy: str,
-    progress: ShowProgress,
+    config: Config, deployment: LiveDeployment, requests: Sequence[Request], policy: str, progress: ShowProgress
 ) -> Result:
     """Send *requests* to *deployment* and return what became of every one, as `experiments.serve.run` does."""
     return result(config, requests, deployment.serve(requests, progress, policy=policy))

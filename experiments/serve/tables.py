@@ -253,11 +253,7 @@ def of_failures(
         Metric(
             "failure_notice_s", noticed, "mean time from a failure until the router knows, or of a NIC the engine"
         ),
-        Metric(
-            "failure_recovery_s",
-            back,
-            "mean time until all that it ended serves again, or transfers succeed",
-        ),
+        Metric("failure_recovery_s", back, "mean time until all that it ended serves again, or transfers succeed"),
         Metric("sent_again", by_router, "times that the router sent a request again (experiment.retries)"),
         Metric("asked_again", by_users, "times that a user sent a request again (experiment.client_retries)"),
     ]

@@ -33,9 +33,7 @@ from pdsim.validation.verdicts import (
     prediction_table,
     tables,
 )  # fmt: skip
-from pdsim.validation.verdicts import (
-    failures as beyond,
-)
+from pdsim.validation.verdicts import failures as beyond
 
 KEEPS_FILES = True
 """`run` takes the folder of the run, and writes files of its own there."""

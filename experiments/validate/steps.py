@@ -114,12 +114,7 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any], at: str = ""
 
 
 def measure(
-    config: Config,
-    design: Parts,
-    jobs: int,
-    target: Target,
-    folder: Path,
-    progress: ShowProgress,
+    config: Config, design: Parts, jobs: int, target: Target, folder: Path, progress: ShowProgress
 ) -> tuple[list[TransferRecord], list[str]]:
     """Run *design* for real, write what was measured, and return all transfers and what failed, a line each."""
     records: list[TransferRecord] = []

@@ -248,12 +248,7 @@ class OptunaSearch:
 
 
 def _search(
-    what: OptunaSearch,
-    folder: Path,
-    space: Space,
-    executor: Executor,
-    progress: ShowProgress,
-    track: Track | None,
+    what: OptunaSearch, folder: Path, space: Space, executor: Executor, progress: ShowProgress, track: Track | None
 ) -> list[dict[str, Any]]:
     try:
         import optuna

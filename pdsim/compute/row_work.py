@@ -7,15 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pdsim.compute.kernels import Roof
-from pdsim.compute.tiles import (
-    SORTED,
-    Work,
-    causal_attention,
-    decode_rows,
-    grouped,
-    product,
-    whole_sequences,
-)
+from pdsim.compute.tiles import SORTED, Work, causal_attention, decode_rows, grouped, product, whole_sequences
 
 Row = Mapping[str, Any]
 

@@ -14,16 +14,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from pdsim.kv.layout import (
-    AUX_ROWS,
-    REGION,
-    HostMetadata,
-    KvLayout,
-    PageTable,
-    Tensor,
-    owned_heads,
-    window_span,
-)
+from pdsim.kv.layout import AUX_ROWS, REGION, HostMetadata, KvLayout, PageTable, Tensor, owned_heads, window_span
 from pdsim.kv.messages import Chunk, RegisterPool
 from pdsim.kv.pages import Pages, sources
 from pdsim.kv.policy import Policy

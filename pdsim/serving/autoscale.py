@@ -92,12 +92,7 @@ def thresholds(
 
 
 def saturation(
-    view: FleetView,
-    *,
-    queue: float = 5.0,
-    queue_spare: float = 3.0,
-    kv: float = 0.8,
-    kv_spare: float = 0.1,
+    view: FleetView, *, queue: float = 5.0, queue_spare: float = 3.0, kv: float = 0.8, kv_spare: float = 0.1
 ) -> tuple[int, int]:
     """Run one instance more if the mean spare load is too little, one fewer if it would suffice for the others.
 

@@ -37,11 +37,7 @@ def instances(job: Deployment) -> tuple[str, ...]:
 
 
 def program(
-    rank: Rank,
-    *,
-    job: Mapping[str, Any],
-    requests: Sequence[Sequence[Any]],
-    places: Sequence[Sequence[int | None]],
+    rank: Rank, *, job: Mapping[str, Any], requests: Sequence[Sequence[Any]], places: Sequence[Sequence[int | None]]
 ) -> Program:
     """Serve *requests*, a `RequestTable` or its rows, and return what `pdsim.serving.router.program` does.
 

@@ -36,12 +36,7 @@ class Fleet:
         self.sides = sides
 
     def scale(
-        self,
-        wanted: tuple[int, int],
-        least: int,
-        load: Mapping[str, float],
-        now: float,
-        how: str = "starting",
+        self, wanted: tuple[int, int], least: int, load: Mapping[str, float], now: float, how: str = "starting"
     ) -> list[str]:
         """Start and drain until *wanted* instances of each side run, at least *least*; return those that start.
 

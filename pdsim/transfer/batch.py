@@ -277,14 +277,7 @@ class LazyBatch(Batch):
 
     __slots__ = ("_count", "_made", "_make")
 
-    def __init__(
-        self,
-        source: Region,
-        target: Region,
-        count: int,
-        nbytes: int,
-        make: Callable[[], Batch],
-    ) -> None:
+    def __init__(self, source: Region, target: Region, count: int, nbytes: int, make: Callable[[], Batch]) -> None:
         self.source = source
         self.target = target
         self.nbytes = nbytes

@@ -20,14 +20,7 @@ from pdsim.validation.verdicts import Compared, Value, compare, grouped
 LATENCIES = ("ttft", "tpot", "e2e", "prefilled", "handoff")
 """Columns of a row, where it has them."""
 
-BOUNDS = {
-    "ttft_p50": 0.10,
-    "ttft_p90": 0.15,
-    "ttft_p99": 0.15,
-    "tpot_p50": 0.05,
-    "tpot_p99": 0.15,
-    "e2e_p50": 0.05,
-}
+BOUNDS = {"ttft_p50": 0.10, "ttft_p90": 0.15, "ttft_p99": 0.15, "tpot_p50": 0.05, "tpot_p99": 0.15, "e2e_p50": 0.05}
 """What is compared of each load, and the relative error that is asked for."""
 
 SINGLE = "single-"

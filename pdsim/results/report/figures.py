@@ -238,10 +238,7 @@ def _occupancy(columns: Columns) -> list[Panel]:
         x, y = mean_level(begins[known], ends[known], float(np.nanmax(finished)))
         series.append(Marks("steps", x, y, name, colour, solid=True))
     count = Scale("requests", low=0)
-    return [
-        Panel(_WORKLOAD, count, series[:4], "Before decode"),
-        Panel(_WORKLOAD, count, series[4:], "At decode"),
-    ]
+    return [Panel(_WORKLOAD, count, series[:4], "Before decode"), Panel(_WORKLOAD, count, series[4:], "At decode")]
 
 
 # --- what moved ----------------------------------------------------------------------------------------------------
