@@ -105,13 +105,13 @@ for number in range(count.value):
 def _nvidia() -> list[tuple[int, str]]:
     # bytes and name of each GPU
     status, lines, _ = _python(_LIST_GPUS)
-    found = [] if status else [line.split(" ", 1) for line in lines.splitlines()]
-    return [(int(memory), name) for memory, name in found]
+    gpus = [] if status else [line.split(" ", 1) for line in lines.splitlines()]
+    return [(int(memory), name) for memory, name in gpus]
 
 
 def _gpus() -> Diagnosis:
-    if found := _nvidia():
-        return Diagnosis("gpu", True, f"{len(found)} x {found[0][1]}")
+    if gpus := _nvidia():
+        return Diagnosis("gpu", True, f"{len(gpus)} x {gpus[0][1]}")
     if Path("/dev/kfd").exists():
         return Diagnosis("gpu", True, "AMD GPUs (/dev/kfd)")
     why = "no NVIDIA driver and no /dev/kfd"

@@ -306,8 +306,8 @@ def lines() -> Iterator[str]:
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RECORDS.glob("*.json"))]
     done = sum((Counter(run["done"]) for run in runs), Counter[str]())
     each = ", ".join(f"{family} {count:,}" for family, count in done.most_common())
-    found = [f"{family}:{number}" for run in runs for family, number, _ in run["findings"]]
-    yield from textwrap.wrap(f"Inputs: {done.total():,} ({each}); findings: {', '.join(found) or 'none'}.", 117)
+    named = [f"{family}:{number}" for run in runs for family, number, _ in run["findings"]]
+    yield from textwrap.wrap(f"Inputs: {done.total():,} ({each}); findings: {', '.join(named) or 'none'}.", 117)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -37,8 +37,8 @@ def recipe(words: Sequence[str]) -> int:
     texts = [files.text(Path(word)) if Path(word).is_file() else word for word in rest if word not in own]
     if not texts:
         raise ConfigError("recipe needs a command line in quotes, or a file; see pdsim recipe --help")
-    found = [server for text in texts for server in servers(text)]
-    made = translated(found, ignore_unknown="--ignore-unknown" in asked)
+    deployed = [server for text in texts for server in servers(text)]
+    made = translated(deployed, ignore_unknown="--ignore-unknown" in asked)
     # the parallel of a machine may have more instances than the recipe
     chosen = {word.partition("=")[0]: word for word in ("parallel=tp1", *made.words, *own)}
     command = list(chosen.values())

@@ -76,7 +76,7 @@ class Interconnect:
 
 @dataclass(frozen=True, kw_only=True)
 class Nic:
-    """The network cards of a node and the fabric between nodes, which is taken to be free of contention.
+    """The network cards of a node and the fabric between nodes, assumed free of contention.
 
     Ranks of several GPUs may share a card: with 8 GPUs and 4 cards, GPUs 0 and 1 use card 0.  ``count=0`` is a
     machine without network cards, which needs no rate.

@@ -238,12 +238,12 @@ def _hybrid(own: Mapping[str, Any], name: str) -> dict[str, Any]:
         raise ConfigError(f"model={name}: layers of {other[0]} are not modelled; there are {', '.join(LAYERS)}")
     letters = "".join(LAYERS[kind] for kind in kinds)
     period = next(n for n in range(1, layers + 1) if (letters[:n] * layers)[:layers] == letters)
-    found: dict[str, Any] = {"pattern": letters[:period]}
+    shape: dict[str, Any] = {"pattern": letters[:period]}
     if "w" in letters:
-        found["window"] = window
+        shape["window"] = window
     if "m" in letters:
         keys = own["linear_num_key_heads"] * own["linear_key_head_dim"]
-        found |= {
+        shape |= {
             "conv_groups": [keys, keys, own["linear_num_value_heads"] * own["linear_value_head_dim"]],
             "conv_width": own["linear_conv_kernel_dim"] - 1,
             "ssm_heads": own["linear_num_value_heads"],
@@ -251,8 +251,8 @@ def _hybrid(own: Mapping[str, Any], name: str) -> dict[str, Any]:
         }
     if index := own.get("index_head_dim"):
         # a key in FP8 with a scale of four bytes for each 128, as SGLang keeps it
-        found["index_bytes"] = index + 4 * -(-index // 128)
-    return found
+        shape["index_bytes"] = index + 4 * -(-index // 128)
+    return shape
 
 
 def _parameters(values: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[int, int]:

@@ -117,13 +117,13 @@ def servers(text: str) -> list[Server]:
 
     Raise a `ConfigError` if there are none.
     """
-    found = list(_of_yaml(text)) or list(_of_script(text, {}))
-    if not found:
+    deployed = list(_of_yaml(text)) or list(_of_script(text, {}))
+    if not deployed:
         raise ConfigError(
             "no server is started here; give a command line such as 'vllm serve MODEL ...' or 'python -m "
             "sglang.launch_server --model-path MODEL ...', or a script or YAML file that has one"
         )
-    return found
+    return deployed
 
 
 def _of_script(text: str, environment: Mapping[str, str]) -> Iterator[Server]:

@@ -174,12 +174,12 @@ def _record(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _statistics(values: Sequence[float]) -> dict[str, float]:
-    found = {"avg": fmean(values), "min": min(values), "max": max(values), "sum": sum(values)}
-    found |= {"std": stdev(values) if len(values) > 1 else 0.0, "count": len(values)}
+    statistics = {"avg": fmean(values), "min": min(values), "max": max(values), "sum": sum(values)}
+    statistics |= {"std": stdev(values) if len(values) > 1 else 0.0, "count": len(values)}
     for name in _STATS:
         if name[0] == "p" and (value := percentile(values, float(name[1:]))) is not None:
-            found[name] = value
-    return found
+            statistics[name] = value
+    return statistics
 
 
 def _csv(metrics: Mapping[str, Mapping[str, Any]]) -> str:

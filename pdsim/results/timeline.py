@@ -59,7 +59,7 @@ class _Span(NamedTuple):
     arguments: Mapping[str, Any]
 
 
-class _Drawn:
+class _Traced:
     """What one run has to show: slices, arrows between them, and counters, all with times in ns."""
 
     def __init__(self, run: KeptRun) -> None:
@@ -170,7 +170,7 @@ def trace(folders: Sequence[Path], path: Path) -> int:
     """
     runs = []
     for folder in folders:
-        runs.append(_Drawn(KeptRun(folder)))
+        runs.append(_Traced(KeptRun(folder)))
         if not runs[-1].spans:
             raise ConfigError(
                 f"{folder} kept no requests and no transfers that ended, so it has no timeline; "
@@ -190,7 +190,7 @@ def _packed(file: IO[bytes]) -> IO[bytes]:
     return gzip.GzipFile("", "wb", fileobj=file, mtime=0)  # type: ignore[return-value]
 
 
-def _events(runs: Sequence[_Drawn]) -> Iterator[dict[str, Any]]:
+def _events(runs: Sequence[_Traced]) -> Iterator[dict[str, Any]]:
     # names of processes and tracks, then the rest in order of time
     first = min((span.begin for drawn in runs for span in drawn.spans), default=0)
     first = min(first, *(time for drawn in runs for each in drawn.counters.values() for time, _ in each[:1]), 0)

@@ -74,16 +74,16 @@ def drawn(
         where = {"node": f"node {spec.place.node}", "gpu": f"GPU {spec.place.gpu or 0} of node {spec.place.node}"}
         for kind, name in where.items():
             places[kind].setdefault(name, set()).add(engine(spec.name))
-    found = []
+    outages = []
     for kind, names in places.items():
         rate, random = getattr(failures, kind), stream(seed, f"failures.{kind}")
         at = random.exponential(rate.every) if rate.every else end
         while at < end:
             what = list(names)[int(random.integers(len(names)))]
             lost = tuple(spec.name for spec in ranks if engine(spec.name) in names[what])
-            found.append(Failure(at, at + rate.repair, what, lost, nics.get(what)))
+            outages.append(Failure(at, at + rate.repair, what, lost, nics.get(what)))
             at += random.exponential(rate.every)
-    return sorted(found)
+    return sorted(outages)
 
 
 def kills(failures: Sequence[Failure]) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
@@ -113,21 +113,21 @@ def recoveries(
     than *detours* of those have failed, or they succeed again when it is repaired.  *changes* are those of
     `pdsim.serving.membership.Membership`.  None is for what does not happen before the end.
     """
-    found: list[tuple[float | None, float | None]] = []
+    times: list[tuple[float | None, float | None]] = []
     for failure in failures:
         if failure.card is not None:
             node = failure.card[0]
             down = {each.card for each in failures if each.at <= failure.at < each.until and each.card}
             others = sum(each[0] == node for each in down if each != failure.card)
-            found.append((notice, notice if others < detours else failure.until - failure.at))
+            times.append((notice, notice if others < detours else failure.until - failure.at))
             continue
         if not failure.ranks:
-            found.append((0.0, failure.until - failure.at))
+            times.append((0.0, failure.until - failure.at))
             continue
         lost = [_first(changes, failure.at, instance, "lost") for instance in failure.instances]
         back = [_first(changes, failure.at, instance, "formed") for instance in failure.instances]
-        found.append((_latest(lost, failure.at), _latest(back, failure.at)))
-    return found
+        times.append((_latest(lost, failure.at), _latest(back, failure.at)))
+    return times
 
 
 def _first(changes: Sequence[tuple[float, str, str]], after: float, instance: str, what: str) -> float | None:

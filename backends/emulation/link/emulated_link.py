@@ -57,7 +57,7 @@ class Lateness(NamedTuple):
             return ""
         return (
             f"the link was late: {self.late / self.packets:.1%} of {self.packets} packets by more than "
-            f"{LATE * 1e3:g} ms, {self.worst * 1e3:.1f} ms at most, for want of a processor; "
+            f"{LATE * 1e3:g} ms, {self.worst * 1e3:.1f} ms at most, as no processor was free; "
             f"measure on an idle machine or lower hw.link.rate"
         )
 
