@@ -3,7 +3,7 @@
 import pytest
 
 from tools import everything
-from tools.everything_keys import Keys, known_keys
+from tools.everything import Keys, known_keys
 
 RECORD = everything.ROOT / "tools" / "everything.txt"
 

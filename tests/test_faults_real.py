@@ -10,8 +10,8 @@ from pdsim.kv.receiver import KvReceiver
 from pdsim.sim.faults import Faults, Pause
 from pdsim.sim.model import Model
 from tests.support.composed import composed
-from tools import faults_trial
-from tools.faults_trial import draw
+from tools import faults_real
+from tools.faults_real import draw
 
 
 def test_a_notice_that_dies_with_its_sender_stalls_no_request(monkeypatch: pytest.MonkeyPatch):
@@ -24,7 +24,7 @@ def test_a_notice_that_dies_with_its_sender_stalls_no_request(monkeypatch: pytes
             notice(self, notification)
 
     monkeypatch.setattr(KvReceiver, "notice", lost_with_prefill)
-    target, specs = faults_trial.job(job)
+    target, specs = faults_real.job(job)
     pauses = tuple(Pause(name, *span) for name, spans in job.pause.items() for span in spans)
     model = Model(composed("hw=loopback").hw, target.engine, "timing", limit=100.0, faults=Faults(pauses=pauses))
     rows = model.run(specs, job.kill, job.restart).ranks["router"].value["rows"]

@@ -155,8 +155,7 @@ def served(answers: list[bytes], manner: str = "whole") -> Any:
     import asyncio
 
     from backends.live.client import _one
-    from backends.live.formats import OpenAiCompletions, SglangGenerate
-    from backends.live.http import LiveServer, session
+    from backends.live.http import LiveServer, OpenAiCompletions, SglangGenerate, session
     from backends.live.routes import Direct, RequestRow, VllmPair
     from pdsim.serving.workload import Request
 

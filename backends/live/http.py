@@ -1,22 +1,174 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to serving engines over HTTP, by aiohttp, which is imported with the first."""
+"""Requests to serving engines over HTTP, by aiohttp, which is imported with the first, and the APIs of the engines.
+
+A `Format` is the JSON body of a request and the contents of one streamed chunk: OpenAI's ``/v1/completions`` and
+``/v1/chat/completions`` with vLLM's and llama.cpp's additions, or SGLang's ``/generate``.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from backends.live.formats import reason
+MOST = 1 << 40
+"""The most that a number in an answer may be, in size: of a larger one no column of a table could be made."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+
+
+class StreamChunk(NamedTuple):
+    """The contents of a chunk of a stream."""
+
+    new: int  # tokens in it, as far as it tells
+    total: int | None = None  # tokens so far, if the server counts
+    finish: str = ""  # why generation ended
+    reported: Mapping[str, Any] = {}  # what the server says of this request: usage, timings
+    error: str = ""
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    timings: dict[str, float] | None = None  # llama.cpp
+    error: Any = None
+    message: Any = None  # of an error, where it is not nested
+
+
+class _Generated(msgspec.Struct):
+    """Of a chunk of SGLang; ``output_ids`` repeat all tokens so far and are not read."""
+
+    meta_info: dict[str, Any] = {}
+    error: Any = None
+
+
+_decode_completion = msgspec.json.Decoder(_Completion).decode
+_decode_generated = msgspec.json.Decoder(_Generated).decode
+
+
+class OpenAiCompletions:
+    """OpenAI's ``/v1/completions``."""
+
+    path = "/v1/completions"
+    prompt = b'"prompt":%b'
+
+    def __init__(self, model: str, *, ignore_eos: bool, continuous: bool, request: Mapping[str, Any]) -> None:
+        usage = {"include_usage": True} | ({"continuous_usage_stats": True} if continuous else {})
+        self._common = {"model": model, "temperature": 0.0} | ({"ignore_eos": True} if ignore_eos else {})
+        self._stream = {"stream": True, "stream_options": usage}
+        self._request = dict(request)
+
+    def body(self, prompt: bytes, output: int, *, stream: bool, extra: Mapping[str, Any] = {}) -> bytes:
+        """Return the JSON body that asks for *output* tokens after *prompt*, which is JSON already.
+
+        *extra* is added at the top of the JSON object, and overrides what was there.
+        """
+        rest = {**self._common, "max_tokens": output, **(self._stream if stream else {}), **self._request, **extra}
+        return b"{%b,%b" % (self.prompt % prompt, msgspec.json.encode(rest)[1:])
+
+    def chunk(self, data: bytes) -> StreamChunk:
+        """Return the contents of the JSON *data* of an event.  Raise a `msgspec.MsgspecError`.
+
+        Without a count or token ids, a chunk with text counts as one token.
+        """
+        completion = _decode_completion(data)
+        if completion.error or (completion.message and not completion.choices):
+            return StreamChunk(0, error=reason(completion.error or completion.message))
+        new, finish = 0, ""
+        for choice in completion.choices:
+            if choice.token_ids is not None:
+                new += len(choice.token_ids)
+            elif choice.text or (choice.delta and (choice.delta.content or choice.delta.reasoning_content)):
+                new += 1
+            finish = choice.finish_reason or finish
+        total, reported = None, _numbers(completion.timings or {})
+        if completion.usage is not None:
+            total = completion.usage.completion_tokens
+            if completion.usage.prompt_tokens is not None:
+                reported["prompt_tokens"] = completion.usage.prompt_tokens
+        return StreamChunk(new, total, finish, reported)
+
+
+class OpenAiChat(OpenAiCompletions):
+    """OpenAI's ``/v1/chat/completions``; the prompt is the text of one message."""
+
+    path = "/v1/chat/completions"
+    prompt = b'"messages":[{"role":"user","content":%b}]'
+
+
+class SglangGenerate:
+    """SGLang's ``/generate``, which takes token ids and says how many tokens there are so far."""
+
+    path = "/generate"
+
+    def __init__(self, *, ignore_eos: bool, prompts: str, request: Mapping[str, Any]) -> None:
+        self._sampling = {"temperature": 0.0, "ignore_eos": ignore_eos}
+        self._prompt = b"input_ids" if prompts == "ids" else b"text"
+        self._request = dict(request)
+
+    def body(self, prompt: bytes, output: int, *, stream: bool, extra: Mapping[str, Any] = {}) -> bytes:
+        sampling = {**self._sampling, "max_new_tokens": output}
+        rest = {"sampling_params": sampling, "stream": stream, **self._request, **extra}
+        return b'{"%b":%b,%b' % (self._prompt, prompt, msgspec.json.encode(rest)[1:])
+
+    def chunk(self, data: bytes) -> StreamChunk:
+        """Return the contents of a chunk; the last one carries the request's times, if the server keeps metrics."""
+        generated = _decode_generated(data)
+        if generated.error:
+            return StreamChunk(0, error=reason(generated.error))
+        about = generated.meta_info
+        total = msgspec.convert(about.get("completion_tokens"), Count | None)
+        finish = about.get("finish_reason")
+        if isinstance(finish, Mapping) and finish.get("type") == "abort":
+            return StreamChunk(0, total, "abort", error=reason(finish))
+        reported = _numbers(about) if finish else {}
+        kind = finish.get("type", "") if isinstance(finish, Mapping) else finish or ""
+        return StreamChunk(0, total, str(kind), reported)
+
+
+def _numbers(about: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in about.items() if isinstance(value, int | float) and abs(value) <= MOST}
+
+
+Format = OpenAiCompletions | SglangGenerate
+
+
+def reason(error: Any) -> str:
+    """Return the message in *error*, as servers nest it, in one line of at most 200 characters.
+
+    >>> reason({"error": {"message": "no such  model", "code": 404}})
+    'no such model'
+    """
+    while isinstance(error, Mapping):
+        error = error.get("message") or error.get("error") or error.get("detail") or str(dict(error))
+    return " ".join(str(error).split())[:200]
+
 
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 """What the decoding of a stranger's JSON raises."""
 
-MOST = 1 << 24
+LARGEST = 1 << 24
 """Bytes of an answer, of a page of metrics or of an error that are read."""
 
 
@@ -65,13 +217,13 @@ async def answer(opened: Any, server: LiveServer, path: str, body: bytes, name: 
 
 
 async def body_of(response: Any) -> bytes:
-    """Return the body of *response*.  Raise a `ValueError` if it has more than `MOST` bytes."""
+    """Return the body of *response*.  Raise a `ValueError` if it has more than `LARGEST` bytes."""
     parts, size = [], 0
     async for part in response.content.iter_any():
         parts.append(part)
         size += len(part)
-        if size > MOST:
-            raise ValueError(f"a body of more than {MOST >> 20} MiB")
+        if size > LARGEST:
+            raise ValueError(f"a body of more than {LARGEST >> 20} MiB")
     return b"".join(parts)
 
 

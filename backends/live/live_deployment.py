@@ -218,7 +218,7 @@ class LiveDeployment:
         return Served(start, rows, names, sampler.reported(), samples, notes)
 
     def _route(self, model: str, policy: str) -> RequestRoute:
-        from backends.live.formats import Format, OpenAiChat, OpenAiCompletions, SglangGenerate
+        from backends.live.http import Format, OpenAiChat, OpenAiCompletions, SglangGenerate
 
         live, engine = self.config.live, self.engine
         exact = live.ignore_eos

@@ -20,8 +20,7 @@ from uuid import uuid4
 
 import msgspec
 
-from backends.live.formats import Format, StreamChunk, reason
-from backends.live.http import UNREADABLE, LiveServer, RequestFailed, answer, events
+from backends.live.http import UNREADABLE, Format, LiveServer, RequestFailed, StreamChunk, answer, events, reason
 from pdsim.serving.workload import Request
 
 

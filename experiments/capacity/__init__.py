@@ -20,8 +20,7 @@ from typing import Annotated, NamedTuple
 
 from experiments.capacity import answer
 from experiments.capacity.answer import Entry, Found
-from experiments.capacity.search import LEAST, Capacity, Search, served
-from experiments.capacity.shapes import Plan, Shape, configured, listed, plans
+from experiments.capacity.search import LEAST, Capacity, Plan, Search, Shape, configured, listed, plans, served
 from experiments.jobs import Parts
 from pdsim.config import Config, ExperimentOptions, canonical
 from pdsim.core.errors import ConfigError, RunWarning

@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from experiments.capacity.search import Capacity, Probe, paired
-from experiments.capacity.shapes import Plan, Shape
+from experiments.capacity.search import Capacity, Plan, Probe, Shape, paired
 from experiments.jobs import Columns, tabulated
 from pdsim.config import Config
 from pdsim.core.units import format_time

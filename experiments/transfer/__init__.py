@@ -18,6 +18,8 @@ from experiments.jobs import attempt, combined, ended_by, refuse, unverified
 from experiments.transfer.points import (
     SCHEDULES,
     TransferPoint,
+    TransferRow,
+    metrics,
     names,
     pattern,
     places,
@@ -25,8 +27,8 @@ from experiments.transfer.points import (
     region_bytes,
     shortage,
     shuffled,
+    tables,
 )
-from experiments.transfer.rows import TransferRow, metrics, tables
 from pdsim.config import Config, ExperimentOptions
 from pdsim.core.progress import ShowProgress
 from pdsim.core.units import NotNegativeInt, PositiveInt, Seconds, Size

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from experiments.jobs import refuse
-from experiments.validate.design import Design, parts, problems
-from experiments.validate.steps import adopt, check_same, design_of, expect, measure, take
+from experiments.validate.steps import Design, adopt, check_same, design_of, expect, measure, parts, problems, take
 from pdsim.config import Config, ExperimentOptions
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress, within

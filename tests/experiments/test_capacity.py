@@ -13,8 +13,18 @@ import pytest
 from experiments import serve
 from experiments.capacity import CapacityOptions, chosen, run
 from experiments.capacity.answer import Entry, front
-from experiments.capacity.search import Capacity, Probe, Search, bisect, paired
-from experiments.capacity.shapes import Plan, Shape, configured, listed, plans
+from experiments.capacity.search import (
+    Capacity,
+    Plan,
+    Probe,
+    Search,
+    Shape,
+    bisect,
+    configured,
+    listed,
+    paired,
+    plans,
+)
 from pdsim.config import Config
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import silent

@@ -11,7 +11,7 @@ import pytest
 
 from experiments.transfer.points import read
 from experiments.validate import ValidateOptions
-from experiments.validate.design import parts, problems
+from experiments.validate.steps import parts, problems
 from pdsim.config import Config
 from pdsim.config.compose import compose
 

@@ -8,8 +8,7 @@ import pytest
 from aiohttp import web
 
 from backends.live.client import encoded, token_ids
-from backends.live.formats import OpenAiChat, OpenAiCompletions, SglangGenerate, reason
-from backends.live.http import LiveServer, session
+from backends.live.http import LiveServer, OpenAiChat, OpenAiCompletions, SglangGenerate, reason, session
 from backends.live.metrics import Histogram, Page, difference, parse
 from backends.live.routes import RequestRow, VllmPair
 from pdsim.serving.workload import Request

@@ -9,8 +9,7 @@ from itertools import repeat
 import pytest
 
 from backends.live import client
-from backends.live.formats import OpenAiCompletions, SglangGenerate
-from backends.live.http import LiveServer, session
+from backends.live.http import LiveServer, OpenAiCompletions, SglangGenerate, session
 from backends.live.metrics import Sampler
 from backends.live.routes import Direct, RequestRow
 from pdsim.serving.workload import Request
