@@ -164,7 +164,7 @@ def test_a_recipe_becomes_overrides(text, words):
 WIRES = """
 export UCX_TLS={tls}
 export MC_FORCE_TCP={force}
-UCX_MAX_RNDV_RAILS=2 UCX_IB_GPU_DIRECT_RDMA=n vllm serve Qwen/Qwen3-8B \\
+UCX_MAX_RNDV_RAILS=4 UCX_MAX_RMA_RAILS=2 UCX_IB_GPU_DIRECT_RDMA=n vllm serve Qwen/Qwen3-8B \\
   --kv-transfer-config '{{"kv_connector":"{connector}","kv_role":"kv_producer"}}' &
 vllm serve Qwen/Qwen3-8B --kv-transfer-config '{{"kv_connector":"{connector}","kv_role":"kv_consumer"}}' &
 """

@@ -124,7 +124,8 @@ def _expected(config: Config, at: str) -> tuple[EngineModel, Rate]:
     model, link = base_of(config.backend, at), config.hw.link
     line = link_of(config.hw, model.path)[1]
     if model.path == "rdma":
-        return model.on_rails(config.hw.nic.rails), line * config.hw.nic.rails
+        nic = config.hw.nic
+        return model.on_cards(nic.rate, nic.rails, nic.ports), line * nic.rails
     if link is None or (model.path, at) != ("tcp", "inter"):
         return model, line
     return replace(model, latency=model.latency + 2 * link.delay), min(line, link.forward(0))

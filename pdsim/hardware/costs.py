@@ -176,12 +176,16 @@ class EngineModel:
             queue_rate=self.queue_rate * share,
         )
 
-    def on_rails(self, rails: int) -> EngineModel:
-        """Return this model with a transfer spread over *rails* cards: each has queue pairs of its own."""
+    def on_cards(self, rate: Rate, rails: int, ports: int = 1) -> EngineModel:
+        """Return this model with a transfer spread over *rails* cards of *rate*: each has queue pairs of its own.
+
+        A queue pair has one of the *ports* that are bonded to a card, and no two the same while there are others.
+        """
+        own = replace(self, queue_rate=min(self.queue_rate, rate / ports)) if ports > 1 else self
         if rails == 1:
-            return self
+            return own
         names = ("rate", "read_rate", "queue_rate")
-        return replace(self, **{name: getattr(self, name) * rails for name in names})
+        return replace(own, **{name: getattr(own, name) * rails for name in names})
 
     def with_options(self, costs: OptionCosts) -> EngineModel:
         """Return this model with *costs* in it, which is then no choice any more.

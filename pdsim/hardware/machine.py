@@ -89,7 +89,9 @@ class Nic:
     rate: Rate  # of one card, each direction
     latency: Seconds = 0.0  # one way, from card to card
     devices: tuple[NotNegativeInt, ...] = ()  # cards that engines may use, as in UCX_NET_DEVICES; empty: all
-    rails: PositiveInt = 1  # neighbouring cards that a transfer is spread over evenly: UCX_MAX_RNDV_RAILS
+    rails: PositiveInt = 1  # neighbouring cards that a transfer is spread over evenly: UCX_MAX_RMA_RAILS
+    # of a card that are bonded to one device, RoCE LAG: a queue pair stays on one, with its share of *rate*
+    ports: PositiveInt = 1
     far: Annotated[float, "> 0 and <= 1"] = 1.0
     gpudirect: bool = True  # cards reach the memory of GPUs; else bytes pass through the host's
 

@@ -520,27 +520,42 @@ _NO = ("0", "n", "no", "off", "false", "")
 def wire_chosen(environment: Mapping[str, str], backend: str) -> dict[str, dict[str, str]]:
     """Return the keys that the variables of *environment* decide, by variable, for *backend*.
 
-    What is the default of UCX, ``UCX_TLS=all`` or ``UCX_IB_GPU_DIRECT_RDMA=try``, decides nothing.
+    What is the default of UCX, ``UCX_TLS=all`` or ``UCX_IB_GPU_DIRECT_RDMA=try``, decides nothing, nor does
+    ``UCX_MAX_RNDV_RAILS``: NIXL reads and writes remote memory, which ``UCX_MAX_RMA_RAILS`` spreads
+    (`src/ucp/rma/put_offload.c`, openucx/ucx 9466d104; `src/plugins/ucx/ucx_utils.cpp`, ai-dynamo/nixl 8770b655).
+    An interface such as ``eth0`` in the place of ``mlx5_0:1`` leaves TCP.
 
-    >>> wire_chosen({"UCX_TLS": "tcp,cuda_copy", "UCX_MAX_RNDV_RAILS": "2"}, "nixl_vllm")
-    {'UCX_TLS=tcp,cuda_copy': {'backend': 'nixl_tcp'}, 'UCX_MAX_RNDV_RAILS=2': {'hw.nic.rails': '2'}}
+    >>> wire_chosen({"UCX_TLS": "tcp,cuda_copy", "UCX_MAX_RMA_RAILS": "2"}, "nixl_vllm")
+    {'UCX_TLS=tcp,cuda_copy': {'backend': 'nixl_tcp'}, 'UCX_MAX_RMA_RAILS=2': {'hw.nic.rails': '2'}}
     >>> wire_chosen({"UCX_TLS": "^ib,cuda_ipc"}, "nixl"), wire_chosen({"UCX_TLS": "rc_x,cuda_copy"}, "nixl")
     ({'UCX_TLS=^ib,cuda_ipc': {'backend': 'nixl_tcp'}}, {})
-    >>> wire_chosen({"MC_FORCE_TCP": "1", "UCX_TLS": "tcp"}, "mooncake")
-    {'MC_FORCE_TCP=1': {'backend': 'mooncake_tcp'}}
+    >>> wire_chosen({"UCX_NET_DEVICES": "mlx5_0:1,mlx5_3:1"}, "nixl")
+    {'UCX_NET_DEVICES=mlx5_0:1,mlx5_3:1': {'hw.nic.devices': '[0,3]'}}
+    >>> wire_chosen({"MC_FORCE_TCP": "1", "UCX_TLS": "tcp", "MC_NUM_QP_PER_EP": "4"}, "mooncake")
+    {'MC_FORCE_TCP=1': {'backend': 'mooncake_tcp'}, 'MC_NUM_QP_PER_EP=4': {'backend.inter.queues': '4'}}
     """
     engine, keys = backend.partition("_")[0], dict[str, dict[str, str]]()
     for name, text in environment.items():
         word = text.strip().lower()
+        number = word if word.isdecimal() and int(word) else ""
         match engine, name:
             case "nixl", "UCX_TLS" if not _allows(word):
-                keys[f"{name}={text}"] = {"backend": "nixl_tcp"}
-            case "nixl", "UCX_MAX_RNDV_RAILS" if word.isdecimal() and int(word):
-                keys[f"{name}={text}"] = {"hw.nic.rails": word}
+                chosen = {"backend": "nixl_tcp"}
+            case "nixl", "UCX_MAX_RMA_RAILS" | "UCX_MAX_RMA_LANES" if number:
+                chosen = {"hw.nic.rails": number}
+            case ("nixl", "UCX_IB_NUM_PATHS") | ("mooncake", "MC_NUM_QP_PER_EP") if number:
+                chosen = {"backend.inter.queues": number}
+            case "nixl", "UCX_NET_DEVICES" if cards := re.findall(r"(?:^|,)\w*?_(\d+)(?::\d+)?(?=,|$)", word):
+                chosen = {"hw.nic.devices": f"[{','.join(cards)}]"}
+            case "nixl", "UCX_NET_DEVICES" if re.fullmatch(r"(eth|en|bond|ib)\w*(,(eth|en|bond|ib)\w*)*", word):
+                chosen = {"backend": "nixl_tcp"}
             case "nixl", "UCX_IB_GPU_DIRECT_RDMA" if word in _NO:
-                keys[f"{name}={text}"] = {"hw.nic.gpudirect": "false"}
+                chosen = {"hw.nic.gpudirect": "false"}
             case "mooncake", "MC_FORCE_TCP" if word not in _NO:
-                keys[f"{name}={text}"] = {"backend": "mooncake_tcp"}
+                chosen = {"backend": "mooncake_tcp"}
+            case _:
+                continue
+        keys[f"{name}={text}"] = chosen
     return keys
 
 

@@ -653,7 +653,8 @@ class Fabric:
                 f"take another backend"
             )
         if model.path == "rdma":
-            model = model.on_rails(self.topology.machine.nic.rails)
+            nic = self.topology.machine.nic
+            model = model.on_cards(nic.rate, nic.rails, nic.ports)
         routes = self.topology.route(model.path, here, there), self.topology.route(model.path, there, here)
         copier = None
         if model.in_order:

@@ -2,9 +2,11 @@
 
 import pytest
 
+from experiments import transfer
 from pdsim.config.compose import compose
 from pdsim.core.clock import Clock
 from pdsim.core.errors import ConfigError
+from pdsim.sim.model import Model
 from pdsim.sim.network import Network
 from pdsim.sim.topology import Site, Topology
 from pdsim.transfer.job import Place
@@ -147,6 +149,19 @@ def test_public_pair_on_another_sockets_card_gets_half():
         route = links.route("rdma", links.site(Place(0, 0)), links.site(Place(1, 7))).links
         rates.append(min(link.capacity for link in route))
     assert rates[1] / rates[0] == pytest.approx(0.5, rel=0.1)
+
+
+def test_a_queue_pair_has_one_of_two_bonded_ports():
+    """Mooncake issue 1668: one queue pair reaches half of two bonded ports."""
+    words = ["hw=2x8xh100", "backend=nixl", "experiment=transfer", "experiment.placement=[0,8]"]
+    words += ["experiment.patterns=[pair]", "experiment.blocks=[1]", "experiment.size=[1GiB]"]
+    rates = []
+    for more in ([], ["hw.nic.ports=2"], ["hw.nic.ports=2", "backend.inter.queues=2"]):
+        config = compose([*words, *more, "backend.inter.queue_rate=50GB/s"])
+        result = transfer.run(config, Model(config.hw, config.backend), lambda *_: None)
+        rates.append(result.values["bw_max_gbs"])
+    assert rates[1] / rates[0] == pytest.approx(0.5, rel=0.01)
+    assert rates[2] == pytest.approx(rates[0], rel=0.01)
 
 
 @pytest.mark.parametrize(
