@@ -15,7 +15,7 @@ from pdsim.core.units import Seconds, Size
 from pdsim.hardware.costs import Engine, EngineModel
 from pdsim.hardware.machine import Machine
 from pdsim.serving.settings import Kv, Workload
-from tools.fuzz import CONFIG, ENGINE, MACHINE
+from tools.fuzz_inputs import CONFIG, ENGINE, MACHINE
 
 
 def changed(values, key, value):
