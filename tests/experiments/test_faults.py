@@ -175,7 +175,7 @@ def answers_any(self: PushDecode, sender: str, message: Any) -> None:
 
 
 def takes_its_own(self: PrefillWorker, message: Any) -> None:
-    self._computing -= 1
+    self.ended()
     clock, late = self.engine.clock, self.launching(message.seconds) if self.launching else 0.0
     turns = self.posts.turns(clock.now, late, len(message.chunks))
     pieces = [message.chunks] if len(turns) == 1 else [(chunk,) for chunk in message.chunks]
@@ -183,7 +183,7 @@ def takes_its_own(self: PrefillWorker, message: Any) -> None:
         clock.call_at(when, lambda posts: self.mover.computed(*posts), (chunks, number == len(turns)))
     if not turns:
         self.mover.computed(message.chunks, True)
-    self._sent()
+    self.sent()
 
 
 def takes_any(original: Any, self: Any, sender: str, message: Any) -> None:
