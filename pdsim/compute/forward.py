@@ -309,12 +309,14 @@ class OperatorForward:
     def prefill(self, pieces: Iterable[tuple[int, int]]) -> float:
         """Return the seconds of an iteration over *pieces*, each with so many tokens of context and so many new."""
         taken = list(pieces)
-        tokens = sum(new for _, new in taken)
+        tokens = 0
+        for _, new in taken:
+            tokens += new
         linear = self._prompts(tokens, len(taken))
-        device = (linear + self._attention_layers * self._attention(taken)) / self.share
-        host = self.launch_factor * self.kernels.prompt_host
-        launching = self._launching / self.share if tokens > self.graph_tokens else 0.0
-        return self.scale * (max(device, launching) + host + self.overhead)
+        seconds = (linear + self._attention_layers * self._attention(taken)) / self.share
+        if tokens > self.graph_tokens and seconds < self._launching:
+            seconds = self._launching
+        return self.scale * (seconds + self._around)
 
     def step(self, batch: int) -> float:
         """Return the seconds of a decode iteration of *batch* requests, without those for their context."""
@@ -375,7 +377,7 @@ class OperatorForward:
             fused=self.graph_tokens > 0,
         )  # fmt: skip
 
-    @property
+    @cached_property
     def _measured(self) -> Lookup | None:  # attention
         return None if self.triton else self._table
 
@@ -411,7 +413,11 @@ class OperatorForward:
             eager += layers * kernels.layer_launch
         scaled = sum(one.times for one, dtype in self._products[kernels.absorbed_prefill] if dtype == "fp8")
         apart = 0 if self.graph_tokens else scaled  # torch.compile fuses it
-        return self.launch_factor * (eager + apart * kernels.scale_launch)
+        return self.launch_factor * (eager + apart * kernels.scale_launch) / self.share
+
+    @cached_property
+    def _around(self) -> float:
+        return self.launch_factor * self.kernels.prompt_host + self.overhead
 
     def _saved(self, rows: int) -> float:
         # What a CUDA graph of a step hides.  Shared experts run on a stream beside the router and the routed ones,
