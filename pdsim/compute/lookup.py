@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pdsim.compute.tables import Curve, Key, RangeWarning, Table
+from pdsim.compute.tables import Curve, Floats, Key, RangeWarning, Table
 from pdsim.core.errors import ConfigError
 from pdsim.models.llm import Llm
 
@@ -36,6 +36,9 @@ _LAUNCHED = 2.0
 """How many times as long as without block scales a product of one row takes that was measured with its launches."""
 _CONTEXTS = np.array([128.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0])
 """Tokens of context at which a decode step's attention is made a line in the context."""
+
+_REACH = 1024.0
+"""Tokens of context that a batch was measured with at least, for larger ones to take as much longer as they are."""
 
 
 class _Attention(NamedTuple):
@@ -250,13 +253,22 @@ class Lookup:
 
     def _line(self, batch: int) -> tuple[float, float]:
         kind, key, heads, factor = self._attention("decode")
-        batches = self.table.grid(kind).axes["batch"]
-        parts = math.ceil(batch / batches[-1])
-        sizes, logs, measured = self.table.grid(kind).slice(key, "context", heads=heads, batch=batch / parts)
-        known = sizes[measured]
-        most = float(known[-1]) if len(known) else float(sizes[0])
+        grid, reaches = self.table.grid(kind), self._reaches
+
+        def seconds(of: float, contexts: Floats) -> Floats:
+            sizes, logs, _ = grid.slice(key, "context", heads=heads, batch=of)
+            return np.asarray(factor * batch / of * np.exp(np.interp(np.log(contexts), np.log(sizes), logs)))
+
+        own = min(float(batch), max((min(reach, _REACH), size) for size, reach in reaches)[1])
+        most = next(reach for size, reach in reaches if size >= own)
         contexts = _CONTEXTS[most >= _CONTEXTS] if most >= 2 * _CONTEXTS[0] else np.array([max(most / 4, 1.0), most])
-        times = factor * parts * np.exp(np.interp(np.log(contexts), np.log(sizes), logs))
+        times = seconds(own, contexts)
+        # Contexts that only fewer sequences were measured with: memory is busy, and more take as much longer.
+        tokens = max(size * reach for size, reach in reaches)
+        for size, reach in reversed(reaches):
+            if size < own and reach > most:
+                more = _CONTEXTS[(most < _CONTEXTS) & (reach >= _CONTEXTS) & (batch * _CONTEXTS <= tokens)]
+                contexts, times, most = np.append(contexts, more), np.append(times, seconds(size, more)), reach
         # least squares of relative errors of constant + slope * context
         rows = np.stack([1.0 / times, contexts / times], axis=1)
         (constant, slope), *_ = np.linalg.lstsq(rows, np.ones(len(times)), rcond=None)
@@ -265,6 +277,14 @@ class Lookup:
         elif constant < 0.0:
             constant, slope = 0.0, float(np.median(times / contexts))
         return float(constant), float(slope) / batch
+
+    @cached_property
+    def _reaches(self) -> list[tuple[float, float]]:
+        # of each batch of the table the longest context that it was measured with
+        kind, key, heads, _ = self._attention("decode")
+        grid = self.table.grid(kind)
+        every = [(size, grid.slice(key, "context", heads=heads, batch=size)) for size in grid.axes["batch"].tolist()]
+        return [(size, float(sizes[measured].max(initial=sizes[0]))) for size, (sizes, _, measured) in every]
 
     def absorb(self, tokens: float) -> float:
         """Return the seconds of both products that absorb the expansion of latent rows, one layer; 0 of a module."""

@@ -160,6 +160,15 @@ def test_a_decode_step_is_a_line_in_the_context():
     assert lookup().decode(4)[0] == pytest.approx(4e-3, rel=1e-3)  # more sequences than measured: in two parts
 
 
+@pytest.mark.parametrize("name", ["h100_vllm", "h200_sglang_table", "b200_vllm"])
+@pytest.mark.parametrize("batch", [160, 200, 256, 400])
+def test_batches_measured_at_short_contexts_read_as_fast_as_smaller_ones(name: str, batch: int):
+    lookup = Lookup(tables.read(name), composed("model=qwen3-8b").model, 32, 8)
+    (constant, slope), (_, usual) = lookup.decode(batch), lookup.decode(64)
+    assert 0.7 * usual < slope < 1.15 * usual  # of a token: memory is busy
+    assert constant > 0.0
+
+
 def test_experts_of_another_shape_warn_and_scale():
     model = Llm(**{**vars(MIXED), "hidden": 128})
     assert lookup(MIXED, moe=MOE).experts(10, 32) == pytest.approx(1e-2)
