@@ -5,11 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from pdsim.compute import tables
+from pdsim.compute import published, tables
+from pdsim.compute.forward import forward
 from pdsim.config import presets
 from pdsim.config.compose import CommandLine, compose, composed
+from pdsim.core.errors import ConfigError
 
 PAIR = "hw=2xh200", "parallel=tp1"
+COLOCATED = "experiment=serve", "experiment.deployment=colocated"
+OPERATORS = (*COLOCATED, "compute=operators"), (*COLOCATED, "compute=h100_vllm")
 
 
 @pytest.mark.parametrize(
@@ -62,6 +66,35 @@ def test_triton_takes_a_table_that_has_it():
     words = ["hw=4xh100", "parallel=tp1", "engine=sglang", "model=qwen3-8b", "compute.attention=triton"]
     compute = compose(words).compute
     assert (compute.name, compute.attention) == ("h100_sglang", "triton")
+
+
+def test_operators_are_looked_up_in_the_whole_tables():
+    pytest.importorskip("aiconfigurator_core")  # pip install 'pdsim[operators]'
+    whole, thin = (compose(["hw=1xh100", "model=qwen3-8b", "engine=vllm", *words]) for words in OPERATORS)
+    assert whole.compute.kernels.table == "aiconfigurator/h100_sxm/vllm/0.24.0"
+    assert whole.compute.kernels.norm == thin.compute.kernels.norm
+    times = [
+        [one.prefill([(0, 3000)]), one.step(64), one.context_of(64)]
+        for config in (whole, thin)
+        for one in [forward(config.model, config.hw, config.compute, config.parallel.decode)]
+    ]
+    assert times[0] == pytest.approx(times[1], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("hw=1xh100", "engine=vllm"), "compute=operators needs aiconfigurator-core"),
+        (
+            ("hw=8xh20", "engine=vllm"),
+            "compute=operators has no tables of engine=vllm on hw=8xh20; set compute=auto",
+        ),
+    ],
+)
+def test_operators_that_nobody_has_are_refused(words, says, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(published, "installed", lambda _: None)
+    with pytest.raises(ConfigError, match=says):
+        compose([*words, "model=qwen3-8b", *COLOCATED, "compute=operators"])
 
 
 def test_keys_set_by_hand_stay_on_what_auto_takes():

@@ -159,10 +159,10 @@ def _installed(source: Path) -> Path:
     # A bare name, such as h100_sxm, is a folder of the tables of aiconfigurator-core.
     if source.exists() or source.suffix or len(source.parts) > 1:
         return source
-    found = find_spec("aiconfigurator_core")
-    if found is None or not found.origin:
+    from pdsim.compute.published import installed
+
+    if (folder := installed()) is None:
         raise ConfigError(f"--from {source}: no such file; pip install 'pdsim[operators]' brings tables of GPUs")
-    folder = Path(found.origin).parent / "systems" / "data"
     if not (folder / source).is_dir():
         known = ", ".join(sorted(each.name for each in folder.iterdir() if each.is_dir()))
         raise ConfigError(f"--from {source}: no such file, and aiconfigurator-core has tables of {known}")
@@ -217,6 +217,7 @@ def _compacted(source: Path, asked: tuple[str, str], compact: str, config: Confi
     # What no table has, norms, activations, rotary embeddings and launches, is that of the choice *compact*.
     from pdsim.calibration import compaction
     from pdsim.compute import tables
+    from pdsim.compute.published import tables_of
 
     engine, version = asked
     with initialized(nothing := CommandLine(words=())):
@@ -224,7 +225,7 @@ def _compacted(source: Path, asked: tuple[str, str], compact: str, config: Confi
     if base is None:
         raise ConfigError(f"--compact {compact} has no kernels; choose a profile, such as h200_torch")
     grids, summaries = {}, []
-    for kind, used, columns in compaction.tables_of(source, engine, version):
+    for kind, used, columns in tables_of(source, engine, version):
         grids[kind.name], summary = compaction.compact(kind, columns, used)
         summaries.append(summary)
     gpu = config.hw.gpu.name if config.hw.gpu else config.hw.name

@@ -375,7 +375,7 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = (), folders: Seq
         # no parameters any more, for they are in the values: a run that is repeated changes nothing
         calibration = replace(calibration, parameters={}, intervals=spans)
     config, preset = presets.filled(build(Config, values, known=_known), open_keys)
-    if config.compute.name == presets.AUTO:
+    if config.compute.name in (presets.AUTO, presets.OPERATORS):
         chosen = presets.computing(config, values["compute"], keys, folders, partial(build, Compute, at="compute"))
         graphs = config.compute.graph_tokens if "compute.graph_tokens" in open_keys else chosen.graph_tokens
         config = replace(config, compute=replace(chosen, graph_tokens=graphs))

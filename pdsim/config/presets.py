@@ -371,6 +371,8 @@ def notes(config: Any) -> Iterator[str]:
 
 ROOFLINE = "TTFT, TPOT and end to end were 27, 26 and 28 % off on H100"
 """How far a roofline with assumed shares is off (docs/model.md)."""
+OPERATORS = "operators"
+"""The ``compute`` that looks up in aiconfigurator-core's own tables."""
 OWN, PASSED = "your own profile", "; not your own profile "
 
 
@@ -381,7 +383,7 @@ def computing(
     folders: Sequence[Path],
     build: Callable[[Mapping[str, Any]], Compute],
 ) -> Compute:
-    """Return the compute that ``compute=auto`` means in *config*; its `Compute.chosen` says why.
+    """Return the compute that ``compute=auto`` or operators means in *config*; its `Compute.chosen` says why.
 
     *values* are those of ``compute`` as composed: those that differ from the defaults, or are among *keys*, the
     dotted keys set by hand, stay.  *folders* are one's own with configuration groups; *build* is the schema's.
@@ -389,6 +391,8 @@ def computing(
     names = {key.split(".")[1] for key in keys if key.startswith("compute.")}
     base = asdict(Compute(name=AUTO))
     own = {key: value for key, value in values.items() if key in names or value != base[key]}
+    if config.compute.name == OPERATORS:
+        return build(_laid(_operators(config), own))
     passed = ""
     for content, why in _candidates(config, folders):
         compute = build(_laid({**content, "chosen": why + passed}, own))
@@ -442,6 +446,28 @@ def _candidates(config: Any, folders: Sequence[Path]) -> Iterator[tuple[dict[str
         if _gpu(content) == gpu and table and (engine == "generic" or engine.startswith(kind)):
             sealed = hashlib.sha256(tables.path_of(table).read_bytes()).hexdigest()[:12]
             yield content, f"published operators of {kind} on {gpu}, table of SHA-256 {sealed}"
+
+
+def _operators(config: Any) -> dict[str, Any]:
+    # The constants of the choice that has a compact table of the GPU and the engine, with the table that it is of.
+    from pdsim.compute import published
+
+    gpu, engine = config.hw.gpu.name if config.hw.gpu else "", config.engine.name
+    for path in sorted((plugins.conf() / "compute").glob(f"{gpu.lower()}_*.yaml") if gpu else ()):
+        content = _content(path)
+        table = content.get("kernels", {}).get("table")
+        if not table or not (engine == "generic" or engine.startswith(content["engine"])):
+            continue
+        about = tables.read(table).about
+        folder, version = about["source"].rpartition("/")[2], about["version"]
+        if published.installed(folder) is None:
+            raise ConfigError(
+                f"compute=operators needs aiconfigurator-core, which is not installed; {published.MISSING}"
+            )
+        kernels = {**content["kernels"], "table": f"{published.WHOLE}{folder}/{content['engine']}/{version}"}
+        chosen = f"all rows of {content['engine']} {version} on {gpu}, of the installed aiconfigurator-core"
+        return {**content, "kernels": kernels, "chosen": chosen}
+    raise ConfigError(f"compute=operators has no tables of engine={engine} on hw={config.hw.name}; set compute=auto")
 
 
 def _released(model: Any) -> bool:

@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pdsim.calibration import compaction
-from pdsim.calibration.compaction import Kind, compact, tables_of
+from pdsim.calibration.compaction import compact
 from pdsim.cli.profile import profile
-from pdsim.compute import tables
+from pdsim.compute import published, tables
+from pdsim.compute.published import Kind, tables_of
 from pdsim.core.errors import ConfigError
 
 KIND = Kind("x", (), ("dtype",), ("n", "tokens"), lambda table: table, ("tokens",))
@@ -75,7 +75,7 @@ def test_a_disturbed_row_is_not_fitted_to_and_counted():
 def folder(tmp_path: Path) -> Path:
     """Tables of products and attention of version 2.0, and of an all-reduce of 1.5, the last one before."""
     path = tmp_path / "data" / "gpu"
-    files = {kind.name: kind.files[0] for kind in compaction.KINDS}
+    files = {kind.name: kind.files[0] for kind in published.KINDS}
 
     def write(name: str, version: str, table: list[dict[str, Any]]) -> None:
         file = path / files[name].format(engine="vllm", version=version)
