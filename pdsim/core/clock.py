@@ -56,41 +56,25 @@ Due = tuple[Any, ...]
 class EventQueue:
     """What is due on a clock, or on the clocks of one job, by time, priority and number; and the time that it is."""
 
-    __slots__ = ("_ahead", "now", "number")
+    __slots__ = ("ahead", "now", "number")
 
     def __init__(self) -> None:
         self.now = 0.0  # the time of what was taken last
         self.number = 0  # of what was added last, where things are numbered as they come
-        self._ahead: list[Due] = []  # a heap
-
-    def add(
-        self,
-        at: float,
-        priority: int,
-        numbers: Iterator[int] | None,
-        clock: object,
-        function: Callable[[Any], None] | None,
-        argument: Any,
-    ) -> None:
-        """Add what is due at the time *at*, not before `now`, with the next of *numbers* or, without, in order."""
-        if numbers is None:
-            self.number = number = self.number + 1
-        else:
-            number = next(numbers)
-        heappush(self._ahead, (at, priority, number, clock, function, argument))
+        self.ahead: list[Due] = []  # a heap
 
     def peek(self) -> float:
         """Return the time of what is due next; infinity if there is nothing."""
-        if not self._ahead:
+        if not self.ahead:
             return inf
-        at: float = self._ahead[0][0]
+        at: float = self.ahead[0][0]
         return at
 
     def take(self) -> Due:
         """Remove what is due next, and let it be its time.  Raise an `EmptySchedule` if there is nothing."""
-        if not self._ahead:
+        if not self.ahead:
             raise EmptySchedule
-        due = heappop(self._ahead)
+        due = heappop(self.ahead)
         self.now = due[0]
         return due
 
@@ -106,14 +90,14 @@ class Clock:
         self.stopped = False  # the rank that lives on this clock has ended, and its events are dropped
         self.paused = False  # it stands still, and its events are deferred
         self.halted = False  # one of the two
-        self._queue = EventQueue() if queue is None else queue
+        self.queue = EventQueue() if queue is None else queue
         self.numbers: Iterator[int] | None = None  # of what is scheduled, if not as it comes; all are different
         self._active_proc: Process | None = None
 
     @property
     def now(self) -> float:
         """Seconds since the start."""
-        return self._queue.now
+        return self.queue.now
 
     @property
     def active_process(self) -> Process | None:
@@ -142,7 +126,7 @@ class Clock:
 
     def schedule(self, event: Event, priority: int = NORMAL, delay: float = 0) -> None:
         """Process *event*, which is triggered, in *delay* seconds."""
-        self._queue.add(self.now + delay, priority, self.numbers, self, None, event)
+        self.call_at(self.now + delay, None, event, priority)
 
     def at(self, when: float, value: Any = None) -> Event:
         """Return an event that succeeds with *value* at the absolute time *when*; a past time is a `ValueError`."""
@@ -157,25 +141,29 @@ class Clock:
 
         Cheaper than an `Event`: nobody can wait for it or take it back.  Without a function, *argument* is an event.
         """
-        queue = self._queue
+        queue = self.queue
         if when < queue.now:
             raise ValueError(f"at(={when}) must not be before now(={queue.now})")
-        queue.add(when, priority, self.numbers, self, function, argument)
+        if self.numbers is None:
+            queue.number = number = queue.number + 1
+        else:
+            number = next(self.numbers)
+        heappush(queue.ahead, (when, priority, number, self, function, argument))
 
     def scheduled(self) -> int:
         """Return how many events have been scheduled so far."""
-        return self._queue.number
+        return self.queue.number
 
     def peek(self) -> float:
         """Return the time of the next event; infinity if there is none."""
-        return self._queue.peek()
+        return self.queue.peek()
 
     def step(self) -> None:
         """Process the next event.
 
         Raise `EmptySchedule` if there is none, and what an event failed with that nobody has handled.
         """
-        _, _, _, _, function, argument = self._queue.take()
+        _, _, _, _, function, argument = self.queue.take()
         if function is not None:
             function(argument)
         elif (error := process_event(argument)) is not None:
@@ -406,7 +394,7 @@ class WallClock(Clock):
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
         self._epoll.register(self._wake, select.EPOLLIN)
-        self._queue.now = self.now
+        self.queue.now = self.now
 
     @property
     def now(self) -> float:
@@ -447,20 +435,20 @@ class WallClock(Clock):
 
     def schedule(self, event: Event, priority: int = NORMAL, delay: float = 0) -> None:
         """Schedule *event* *delay* seconds from real now; a zero delay keeps SimPy's order within the instant."""
-        self.call_at(self.now + delay if delay else self._queue.now, None, event, priority)
+        self.call_at(self.now + delay if delay else self.queue.now, None, event, priority)
 
     def call_at(
         self, when: float, function: Callable[[Any], None] | None, argument: Any, priority: int = NORMAL
     ) -> None:
         """As `Clock.call_at`; a time that has passed meanwhile means at once."""
-        self._queue.add(max(when, self._queue.now), priority, self.numbers, self, function, argument)
+        super().call_at(max(when, self.queue.now), function, argument, priority)
 
     def step(self) -> None:
         """Wait for the next event and process it.
 
         Raise `EmptySchedule` if nothing is scheduled and no source is left that could schedule anything.
         """
-        queue = self._queue
+        queue = self.queue
         self._look()
         idle_since = queue.now
         while (at := queue.peek()) > queue.now:
@@ -480,7 +468,7 @@ class WallClock(Clock):
 
     def _look(self) -> bool:
         now = time.monotonic()
-        self._queue.now = now - self.origin
+        self.queue.now = now - self.origin
         progressed = False
         while self._calls:
             self._calls.popleft()()
@@ -502,7 +490,7 @@ class WallClock(Clock):
 
     def _sleep(self) -> None:
         # Whole milliseconds are slept in ``epoll``, which a descriptor ends; shorter times in naps.
-        at = self._queue.peek()
+        at = self.queue.peek()
         until = at - self.now if at < inf else 1.0
         if self._busy():
             until = min(until, self.nap)

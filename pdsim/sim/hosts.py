@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterator, Sequence, Sized
+from collections.abc import Callable, Container, Iterator, Sized
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 from math import inf, nextafter
 from typing import TYPE_CHECKING, Any
 
+from simpy.core import EmptySchedule
 from simpy.events import URGENT
 
 from pdsim.core.clock import Alarm, Clock, Mailbox, process_event
@@ -54,7 +55,7 @@ class SimChannel:
         self._rate, self._latency = host.tcp_rate, host.tcp_latency
         self._job = job
         self._ranks = ranks
-        self._inbox = Inbox(job, clock, host_latency or HostLatency())
+        self._inbox = Inbox(job, clock, host_latency or HostLatency(job))
         self._free: dict[str, float] = {}  # by receiver: when its socket has sent everything
         self._hold = hold
         self._watch = watch
@@ -82,7 +83,7 @@ class SimChannel:
         if self._hold is not None:
             after = nextafter(self._arrivals.get(receiver, 0.0), inf)
             at = self._arrivals[receiver] = max(self._hold(self.name, receiver, at), after)
-        job.call_at(at, channel._inbox.arrive, Message(self.name, payload))
+        channel._inbox.arrive_at(at, Message(self.name, payload))
 
     def receive(self) -> Event:
         return self._inbox.mailbox.get()
@@ -108,64 +109,149 @@ class ScheduledArrivals:
         self.acted = 0.0  # when it acts upon the last of those
 
 
+class Coming:
+    """*item*, which comes at the time *at* and is acted upon with *function* at the time *acts*."""
+
+    __slots__ = ("acts", "at", "function", "item")
+
+    def __init__(self, at: float, acts: float, function: Callable[[Any], None], item: Any) -> None:
+        self.at = at
+        self.acts = acts  # infinity while that is not known
+        self.function = function
+        self.item = item
+
+
 class HostLatency:
     """When one incarnation of a rank acts upon a message, a notification or the end of a computation.
 
     *wake* later (`pdsim.hardware.machine.Host`), and *idle_wake* more if it has had nothing to act upon for longer
     than *idle_after*; a rank that has just started is not idle, and its own timers do not keep it from going idle.
     Nothing overtakes what came before it.
+
+    What comes at a time that is known costs one event, when the rank acts upon it: what comes earlier, and is heard
+    of later, moves that.
     """
 
-    def __init__(self, host: Host | None = None, now: float = 0.0) -> None:
+    def __init__(self, clock: Clock, host: Host | None = None) -> None:
         self._wake, self._idle_wake, self._idle_after = (
             (host.wake, host.idle_wake, host.idle_after) if host is not None else (0.0, 0.0, 0.0)
         )
-        self._last = now  # when it acted, or will have acted, upon all that has come
-        self._coming: list[ScheduledArrivals] = []
+        self._clock = clock
+        self._queue = clock.queue
+        self._before = clock.now  # when it acted upon what is not ahead any more
+        self._ahead: deque[Coming] = deque()  # what it has not acted upon, in the order in which that comes
+        self._last = clock.now  # when it acts upon the last of that, and when that comes
+        self._latest = clock.now
+        self._series: list[ScheduledArrivals] = []
         self.instant = not (self._wake or self._idle_wake)
         """Whether it acts upon everything at once."""
         self.constant = inf if self._idle_wake else self._wake
         """Seconds until it acts upon what comes, if that does not depend on what came before."""
 
-    def acts(self, now: float) -> float:
-        """Return when it acts upon what comes at *now*; calls are in the order of time."""
-        if self._coming:
-            self._catch_up(now)
-        return self._acts_at((now,))
+    def arrive(self, at: float, function: Callable[[Any], None], item: Any) -> None:
+        """Call ``function(item)`` when it acts upon *item*, which comes at the time *at*, not before now."""
+        if self.instant:
+            self._clock.call_at(at, function, item)
+            return
+        if self._series or at < self._latest:
+            self._arrive_between(Coming(at, inf, function, item))
+            return
+        last = self._last
+        acts = at + self._wake  # as `_acts_at`
+        if at - last > self._idle_after:
+            acts += self._idle_wake
+        if acts <= last:
+            acts = nextafter(last, inf)
+        self._last, self._latest = acts, at
+        coming = Coming(at, acts, function, item)
+        self._ahead.append(coming)
+        self._clock.call_at(acts, self._act, coming)
 
-    def _acts_at(self, times: Sequence[float]) -> float:
-        # Return when it acts upon the last of what comes at *times*.
-        last, wake, idle_wake, after = self._last, self._wake, self._idle_wake, self._idle_after
-        for now in times:
-            at = now + wake + (idle_wake if now - last > after else 0.0)
-            last = at if at > last else nextafter(last, inf)
-        self._last = last
-        return last
+    def _act(self, coming: Coming) -> None:
+        now, acts = self._queue.now, coming.acts
+        if acts == now:
+            coming.acts = -inf
+            if self._ahead and self._ahead[0] is coming:
+                self._ahead.popleft()
+                self._before = acts
+            coming.function(coming.item)
+        elif now < acts < inf:  # it was moved
+            self._clock.call_at(acts, self._act, coming)
+
+    def _arrive_between(self, coming: Coming) -> None:
+        clock, ahead, at = self._clock, self._ahead, coming.at
+        if self._series:
+            if at > clock.now:  # what a series brings before is known then
+                clock.call_at(at, self._arrive_between, coming)
+                return
+            self._catch_up(at)
+            self._last = coming.acts = self._acts_at(at, self._last)
+            clock.call_at(coming.acts, self._act, coming)
+            return
+        place = len(ahead)
+        while place and ahead[place - 1].at > at:
+            place -= 1
+        ahead.insert(place, coming)
+        last = ahead[place - 1].acts if place else self._before
+        for number in range(place, len(ahead)):
+            other = ahead[number]
+            last = self._acts_at(other.at, last)
+            if last < other.acts:
+                clock.call_at(last, self._act, other)
+            other.acts = last
+        self._last, self._latest = last, ahead[-1].at
+
+    def _acts_at(self, at: float, last: float) -> float:
+        # Return when it acts upon what comes at the time *at*, having acted *last* upon what came before.
+        acts = at + self._wake
+        if at - last > self._idle_after:
+            acts += self._idle_wake
+        return acts if acts > last else nextafter(last, inf)
 
     def expect(self, series: ScheduledArrivals) -> None:
         """Act upon what *series* says at its times, until `conclude`."""
-        self._coming.append(series)
+        now = self._clock.now
+        for coming in self._ahead:
+            if coming.at > now:
+                coming.acts = inf
+                self._clock.call_at(coming.at, self._arrive_between, coming)
+            else:
+                self._before = coming.acts
+        if not self._series:
+            self._last = self._before
+        self._ahead.clear()
+        self._series.append(series)
 
     def conclude(self, series: ScheduledArrivals, count: int, now: float) -> float:
         """Take note that no more of *series* comes than the first *count*, none after *now*; return when it acts."""
         self._catch_up(now)
-        self._coming.remove(series)
-        if series.passed < count:
-            series.acted = self._acts_at(series.times[series.passed : count])
+        self._series.remove(series)
+        self._take(series, count)
+        self._before, self._latest = self._last, now
         return series.acted
 
     def _catch_up(self, now: float) -> None:
+        if len(self._series) == 1:
+            (series,) = self._series
+            self._take(series, bisect_left(series.times, now, series.passed))
+            return
         due: list[tuple[float, int]] = []
-        for place, series in enumerate(self._coming):
+        for place, series in enumerate(self._series):
             end = bisect_left(series.times, now, series.passed)
-            times, series.passed = series.times[series.passed : end], end
-            if len(self._coming) == 1 and times:
-                series.acted = self._acts_at(times)
-                return
-            due += [(at, place) for at in times]
+            due += [(at, place) for at in series.times[series.passed : end]]
+            series.passed = end
         due.sort()
         for at, place in due:
-            self._coming[place].acted = self._acts_at((at,))
+            self._last = self._series[place].acted = self._acts_at(at, self._last)
+
+    def _take(self, series: ScheduledArrivals, end: int) -> None:
+        # Act upon what *series* says until its *end*-th.
+        last = self._last
+        for at in series.times[series.passed : end]:
+            last = self._acts_at(at, last)
+            series.acted = last
+        self._last = last
+        series.passed = max(series.passed, end)
 
 
 class Inbox:
@@ -186,7 +272,11 @@ class Inbox:
         if self.host_latency.instant:
             self._act_upon(item)
         elif not self.closed:
-            self._hardware.call_at(self.host_latency.acts(self._hardware.now), self._act_upon, item)
+            self.host_latency.arrive(self._hardware.now, self._act_upon, item)
+
+    def arrive_at(self, at: float, item: Any) -> None:
+        """Take *item*, which comes at the time *at*."""
+        self.host_latency.arrive(at, self._act_upon, item)
 
     def act_at(self, at: float, item: Any) -> None:
         """Have the rank act upon *item* at the time *at*; now if that is past."""
@@ -229,7 +319,7 @@ class RankClock(Clock):
         """
         if not self.halted:
             self.paused = self.halted = True
-            self._queue.add(end, URGENT, self.numbers, self.job, self._resume, None)
+            self.job.call_at(end, self._resume, None, URGENT)
 
     def defer(self, function: Callable[[Any], None] | None, argument: Any) -> None:
         """Keep a call or an event, which is due, until the end of the pause; drop it if the rank has ended."""
@@ -250,7 +340,6 @@ class JobClock(Clock):
 
     def __init__(self, ties: Iterator[float] | None = None) -> None:
         super().__init__()
-        self.queue = self._queue  # shared with the clocks of the ranks
         self.ties = ties  # draws, if what is due at one instant on several ranks is to happen in any order
         self.counted = count()
         if ties is not None:
@@ -263,17 +352,20 @@ class JobClock(Clock):
         Call ``crashed(clock, exception)`` where a rank leaves an exception unhandled; one of the model itself is
         raised.  Raise `EmptySchedule` if nothing is scheduled any more.
         """
-        queue = self._queue
+        queue, ahead = self.queue, self.queue.ahead
         for _ in range(limit):
             if not live:
                 return
-            due = queue.take()
+            if not ahead:
+                raise EmptySchedule
+            due = heappop(ahead)  # as `EventQueue.take`
+            queue.now = due[0]
             self.events += 1
             clock: Clock = due[3]
             function = due[4]
             if clock.halted:
                 clock.defer(function, due[5])
-            elif function is not None:  # more than half of them
+            elif function is not None:  # nearly all of them
                 function(due[5])
             elif (error := process_event(due[5])) is not None:
                 if not isinstance(clock, RankClock):
@@ -292,6 +384,7 @@ class PostingThread:
         self.free = 0.0  # when it has done everything that it was given, without *share*
         self.slowness = 1.0  # how many times as long as usual its work takes
         self.under_way = 0  # transfers, but those that are done in the call that posts them
+        self.isolated: Any = None  # the `Posting` under way that shares nothing (`pdsim.sim.isolated`)
         self._idle = threads
         self._waiting: deque[_Work] = deque()
 

@@ -262,7 +262,7 @@ class SimDevice:
         self._through = network.path([link, link])  # a copy reads and writes
         self.traffic = traffic or SideTraffic(clock, network)
         self._copies = copies
-        self.host_latency = host_latency or HostLatency()
+        self.host_latency = host_latency or HostLatency(clock)
         self._planned = 0.0  # when everything that was to be copied has been launched
         self._free = 0.0
         self.slowness = 1.0  # how many times as long as usual computation takes
@@ -318,7 +318,7 @@ class SimDevice:
         if self.host_latency.instant:
             return self._clock.at(self._free)
         done = self._clock.event()
-        self._clock.call_at(self._free, self._computed, done)
+        self.host_latency.arrive(self._free, self._computed, done)
         return done
 
     def ends(self, seconds: Sequence[float]) -> list[float]:
@@ -343,7 +343,10 @@ class SimDevice:
         self.symmetric.close()
 
     def _computed(self, done: Event) -> None:
-        self._clock.call_at(self.host_latency.acts(self._clock.now), fire, done)
+        if self._clock.halted:
+            self._clock.defer(fire, done)
+        else:
+            fire(done)
 
     def _launch(self, work: _Copy) -> None:
         batch, source, target, _ = work

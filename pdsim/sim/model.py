@@ -260,7 +260,7 @@ class _ModelJob:
         site = self._topology.site(spec.place)
         host, observer = model.machine.host, model.observer
         copies = host.copies if site.gpu is None or model.machine.gpu is None else model.machine.gpu.copies
-        host_latency = HostLatency(host, self._clock.now)
+        host_latency = HostLatency(self._clock, host)
         traffic = SideTraffic.at(site, clock, self._network, self._topology)
         link = self._topology.memory(site)
         device = SimDevice(self._memory(site), clock, self._network, link, copies, host_latency, traffic)

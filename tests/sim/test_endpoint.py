@@ -60,7 +60,7 @@ class Bench:
         network = Network(self.clock)
         topology = Topology(machine(), network)
         self.fabric = Fabric(self.clock, network, topology, engine(model or cost(), inter, timeout))
-        host_latency = HostLatency(replace(machine().host, wake=wake))
+        host_latency = HostLatency(self.clock, replace(machine().host, wake=wake))
         self.a, self.b = (
             Side(self.fabric, name, place, tracked, host_latency) for name, place in zip("ab", places, strict=True)
         )

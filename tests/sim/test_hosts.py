@@ -21,7 +21,7 @@ def heard(*sends, host=HOST, closes=""):
     """Return when, from whom and what each rank hears of *sends*: (sender, receiver, payload)."""
     clock, ranks, log = Clock(), {}, []
     for name in "abc":
-        channel = SimChannel(name, host, clock, clock, ranks, host_latency=HostLatency(host))
+        channel = SimChannel(name, host, clock, clock, ranks, host_latency=HostLatency(clock, host))
         channel.subscribe(lambda message: log.append((clock.now, *message)))
     for sender, receiver, payload in sends:
         ranks[sender].send(receiver, payload)
@@ -63,14 +63,28 @@ def test_messages_arrive_at(sends, how, expected):
     ],
 )
 def test_a_rank_that_was_idle_acts_later(arrivals, expected):
-    latency = HostLatency(SLEEPY)
-    assert [latency.acts(at) for at in arrivals] == expected
-    assert HostLatency(SLEEPY, now=100.0).acts(105.0) == 106.0  # warm when it starts
+    assert acted(arrivals) == expected
+    assert acted(arrivals[::-1]) == expected[::-1]  # whatever it hears of first
+
+
+def acted(arrivals, start=0.0):
+    """Return when a rank acts upon each of *arrivals*, all announced at the *start*."""
+    clock, times = Clock(), {}
+    clock.timeout(start)
+    clock.run()
+    latency = HostLatency(clock, SLEEPY)
+    for number, at in enumerate(arrivals):
+        latency.arrive(at, lambda number: times.setdefault(number, clock.now), number)
+    clock.run()
+    return [times[number] for number in range(len(arrivals))]
+
+
+def test_a_rank_is_warm_when_it_starts():
+    assert acted((105.0,), start=100.0) == [106.0]
 
 
 def test_nothing_overtakes_what_came_before():
-    latency = HostLatency(SLEEPY)
-    first, second, third = (latency.acts(at) for at in (11.0, 11.0, 12.5))
+    first, second, third = acted((11.0, 11.0, 12.5))
     assert first == 16.0
     assert first < second < third == pytest.approx(16.0)
 

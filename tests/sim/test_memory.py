@@ -212,7 +212,8 @@ def test_a_rank_that_ends_while_it_plans_copies_nothing(bench):
 
 @pytest.mark.parametrize(("wake", "expected"), [(0.0, [2.0, 3.0]), (0.5, [2.5, 3.5])])
 def test_computation_is_served_in_order_and_noticed_later(wake, expected):
-    bench = Bench(host_latency=HostLatency(replace(machine().host, wake=wake)))
+    bench = Bench()
+    bench.device = bench.new_device(host_latency=HostLatency(bench.clock, replace(machine().host, wake=wake)))
     for seconds in (2.0, 1.0):
         bench.watch(bench.device.compute(seconds))
     assert bench.run() == expected
