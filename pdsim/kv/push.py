@@ -47,8 +47,8 @@ class Queues(Generic[T]):
 
     *work* is called with an item and the number of its queue; the worker waits for the event or the program that it
     returns, if any.  *failed* is called with an item whose *work* or program raised, and the exception; the worker
-    goes on.  Nothing removes an item, so *work* must check whether it still matters.  Workers are generators that
-    callbacks resume, not processes: an item costs no event of its own.
+    goes on.  Nothing removes an item, so *work* must check whether it still matters.  Workers are callbacks, not
+    processes: an item costs no event of its own.
     """
 
     def __init__(
@@ -57,7 +57,8 @@ class Queues(Generic[T]):
         self._work = work
         self._failed = failed
         self._items: list[deque[T]] = [deque() for _ in range(count)]
-        self._workers: list[Program | None] = [None] * count  # those that are at work
+        self._busy = [False] * count  # whether the worker of each waits
+        self._go_on = [partial(self._over, number) for number in range(count)]
 
     def put(self, key: int, item: T) -> None:
         """Append *item* to queue ``key % count``.  An idle worker begins at once: only a callback may call this."""
@@ -69,46 +70,57 @@ class Queues(Generic[T]):
             return
         number = key % len(self._items)
         self._items[number].append(item)
-        if self._workers[number] is None:
-            self._workers[number] = self._serve(number)
-            self._resume(number, None)
+        if not self._busy[number]:
+            self._serve(number)
 
-    def _serve(self, number: int) -> Program:
+    def _serve(self, number: int) -> None:
+        # Work until there is something to wait for.
         items = self._items[number]
+        self._busy[number] = True
         while items:
             item = items.popleft()
             try:
                 waits: Any = self._work(item, number)
-                if isinstance(waits, Event):
-                    yield from _over(waits)
-                elif waits is not None:
-                    yield from waits
             except Exception as error:
                 self._failed(item, error)
+                continue
+            if waits is None:
+                continue
+            if isinstance(waits, Event):
+                if waits.callbacks is not None:
+                    waits.callbacks.append(self._go_on[number])
+                    return
+            elif self._waits(number, item, waits, None):
+                return
+        self._busy[number] = False
 
-    def _resume(self, number: int, event: Any) -> None:
-        # Go on with a worker after *event*, until it waits for one that is not over: that has callbacks.
-        worker: Any = self._workers[number]
-        while event is None or event.callbacks is None:
-            try:
+    def _over(self, number: int, event: Event) -> None:
+        if not event.ok:
+            event.defused = True  # whoever posted it has heard of that
+        self._serve(number)
+
+    def _waits(self, number: int, item: T, program: Program, event: Any) -> bool:
+        # Go on with *program* after *event*, until it waits for one that is not over; return whether it does.
+        try:
+            while event is None or event.callbacks is None:
                 if event is None:
-                    event = next(worker)
+                    event = next(program)
                 elif event.ok:
-                    event = worker.send(event.value)
+                    event = program.send(event.value)
                 else:
                     event.defused = True
-                    event = worker.throw(event.value)
-            except StopIteration:
-                self._workers[number] = None
-                return
-        event.callbacks.append(partial(self._resume, number))
+                    event = program.throw(event.value)
+        except StopIteration:
+            return False
+        except Exception as error:
+            self._failed(item, error)
+            return False
+        event.callbacks.append(partial(self._resume, number, item, program))
+        return True
 
-
-def _over(event: Event) -> Program:
-    try:
-        yield event
-    except Exception:  # whoever posted it has heard of that
-        return
+    def _resume(self, number: int, item: T, program: Program, event: Event) -> None:
+        if not self._waits(number, item, program, event):
+            self._serve(number)
 
 
 class GatherBuffers:
@@ -217,7 +229,10 @@ class KvSender:
             for one in (write, *write.beside):
                 self._broken(one, error)
 
-        self._queues: Queues[Write] = Queues(policy.queues, self._start, refused)
+        handed_over = policy.handover and rank.clock.virtual  # a real thread waits by itself
+        self._queues: Queues[Write] = Queues(
+            policy.queues, self._handed_over if handed_over else self._begin, refused
+        )
         self._limit = staging.buffer if staging else 0
         self._gathers = GatherBuffers(rank, policy.queues, staging.buffer) if staging else None
         self.peers: Peers[DecodePeer] = Peers(rank, pool.layout, rank_map.readers(pool.index), self._connected)
@@ -442,10 +457,6 @@ class KvSender:
         self._queues.put(key, write)
 
     # --- writing ---
-
-    def _start(self, write: Write, queue: int) -> Program | Event | None:
-        handed_over = self._policy.handover and self._rank.clock.virtual  # a real thread waits by itself
-        return self._handed_over(write, queue) if handed_over else self._begin(write, queue)
 
     def _handed_over(self, write: Write, queue: int) -> Program:
         yield self._rank.clock.timeout(self._policy.handover)
