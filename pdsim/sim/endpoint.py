@@ -9,7 +9,7 @@ goes on.  The end of either side breaks the connection: what is on the way is lo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -96,6 +96,8 @@ class SimEndpoint:
         self._keep = recorder.transfer
         self._deadlines = Deadlines(fabric.clock, self.moving, self._time_out)
         self._payload = Payload(fabric.clock, device, fabric.observer, self.moving)
+        # whether anybody sees what bytes a transfer moves, and when
+        self._moves = device.holds_bytes or fabric.observer is not None or fabric.chance is not None
         self._number = 0
         self._connections: dict[str, Connection] = {}
         self._waiting: dict[str, list[Event]] = {}  # by rank: who waits for the end of all its incarnations
@@ -320,11 +322,12 @@ class SimEndpoint:
         limit = self.limit if timeout is None else timeout
         if not limit > 0:
             raise ValueError(f"timeout={limit} must be > 0")
-        now = self._hardware.now
+        now = called = self._hardware.queue.now
         if self._foreseen.series:
             self._foreseen.cut([one for one in self._foreseen.of(self.poster) if one.alone or timeout is not None])
         transfer = Transfer(self._clock, batch, label)
-        called = max(now, self.poster.free) if connection.send_queue.blocks else now
+        if connection.send_queue.blocks and self.poster.free > now:
+            called = self.poster.free
         posted = SimTransfer(transfer, connection, write, local, remote, notify, called)
         number = self._add(posted)
         if connection.void:
@@ -385,7 +388,7 @@ class SimEndpoint:
             error = TransferFailed(
                 f"region {name} is no longer registered; its owner withdrew it during the transfer"
             )
-        else:
+        elif self._moves:
             self._payload.move(posted, *buffers, posted.breaks_after)
             if posted.breaks_after is not None:
                 error = TransferFailed(f"{self.engine} reports an error of {posted.transfer.batch!r}, as asked")
@@ -553,29 +556,41 @@ class Registration:
     unsettled: int = 0
 
 
-@dataclass(eq=False, slots=True)
 class SimTransfer:
     """One transfer from its call until it is quiesced.  Until then it holds the memory on both sides."""
 
-    transfer: Transfer
-    connection: Connection
-    write: bool  # from *local* to *remote*; a read moves the other way
-    local: Registration  # the poster's own
-    remote: Region  # as the peer's address had it
-    notify: bytes
-    submitted: float  # in seconds on the job's clock
-    posting: Posting | None = None
-    breaks_after: int | None = None  # bytes that move before the engine reports a failure, if it does
-    parts: list[Part] = field(default_factory=list)  # that are read, or land, before the end
-    held: SimBuffer | None = None
+    # no dataclass: this is made for each transfer
+    __slots__ = (
+        *("breaks_after", "connection", "held", "local", "notify", "parts"),
+        *("posting", "remote", "submitted", "transfer", "write"),
+    )
 
-    def __post_init__(self) -> None:
-        there = self.connection.remote.find(self.remote)
-        if there is not None:
-            self.held = there.buffer
+    def __init__(
+        self,
+        transfer: Transfer,
+        connection: Connection,
+        write: bool,
+        local: Registration,
+        remote: Region,
+        notify: bytes,
+        submitted: float,
+    ) -> None:
+        self.transfer = transfer
+        self.connection = connection
+        self.write = write  # from *local* to *remote*; a read moves the other way
+        self.local = local  # the poster's own
+        self.remote = remote  # as the peer's address had it
+        self.notify = notify
+        self.submitted = submitted  # in seconds on the job's clock
+        self.posting: Posting | None = None
+        self.breaks_after: int | None = None  # bytes that move before the engine reports a failure, if it does
+        self.parts: list[Part] | None = None  # that are read, or land, before the end
+        there = connection.remote.find(remote)
+        self.held = None if there is None else there.buffer
+        if self.held is not None:
             self.held.hold()
-        self.local.unsettled += 1
-        self.local.buffer.hold()
+        local.unsettled += 1
+        local.buffer.hold()
 
     def buffers(self) -> tuple[SimBuffer, SimBuffer] | None:
         """Return the memory of the source and of the target; None if the peer has withdrawn its own."""
@@ -625,7 +640,7 @@ class Payload:
         clock, batch = self._clock, posted.transfer.batch
         for first, end, read, land in chance.parts(batch.nbytes, seconds):
             part = Part(part_of(batch, first, end))
-            posted.parts.append(part)
+            posted.parts = [*(posted.parts or ()), part]
             clock.call_at(clock.now + read, self._early, (number, part, False))
             clock.call_at(clock.now + max(read, land), self._early, (number, part, True))
 
@@ -666,7 +681,7 @@ class Payload:
                 self._read(part, posted, source)
                 self._put(part, posted, target)
             return
-        for part in posted.parts:
+        for part in posted.parts or ():
             if part.pieces is None:
                 self._read(part, posted, source)
             if not part.landed:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated memory: a `Device` for each rank, its buffers, and the physical memory that ranks of one place share.
+"""Simulated memory: a `Device` for each rank, its buffers, the memory that ranks of one place share, and who copies.
 
 With ``memory="timing"`` a buffer has a size and an address and no contents; with ``memory="tracked"`` it has bytes,
 which the operating system commits only where something was written.
@@ -11,10 +11,11 @@ where it is, and counts as used, until the last hold is released.
 from __future__ import annotations
 
 import mmap
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from math import inf
-from typing import TYPE_CHECKING
+from math import ceil, inf
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,16 +24,19 @@ from simpy.events import Event
 from pdsim.core.clock import Clock, fire
 from pdsim.core.errors import InvalidBatch, OutOfMemory, RegistrationError
 from pdsim.core.units import format_size
-from pdsim.sim.hosts import HostLatency
+from pdsim.sim.hosts import HostLatency, PostingThread
 from pdsim.sim.topology import SideTraffic
 from pdsim.transfer import Batch, Buffer, Region
 from pdsim.transfer.batch import Arena, move
 from pdsim.transfer.group import SYMMETRIC
 
 if TYPE_CHECKING:
-    from pdsim.hardware.machine import Copies
+    from pdsim.hardware.machine import Copies, Gpu
+    from pdsim.sim.faults import Draws
     from pdsim.sim.network import Link, Network
+    from pdsim.sim.sequence import Sleep
 
+    Posting: TypeAlias = Any  # of `pdsim.sim.posting`, which imports this module
     _Copy = tuple[Batch, "SimBuffer", "SimBuffer", Event]
 
 
@@ -383,6 +387,201 @@ class SimDevice:
         if buffer is None or buffer.freed or buffer.size < region.size:
             raise RegistrationError(f"the memory of region {region.owner}/{region.name} has been freed")
         return buffer
+
+
+class CopyEngine:
+    """Carries the transfers that the ranks of one GPU post: of each rank one at a time, in the order of their wires.
+
+    So do the copies of a GPU over NVLink, whatever their streams (measured on 4 x H200: `docs/validation.md`); with
+    *streams*, one for each peer, it stays with one until that is empty (`data/benchmarks/crossing-4xh200.parquet`).
+
+    Ranks are processes, which have it in turns of at most `Gpu.slice` seconds, even in the middle of a copy
+    (`data/benchmarks/field-crossing-2xh200.csv`); with 0 their copies go on side by side.  On one stream the
+    descriptors of a transfer take their time when the copies before it have ended, and an end is seen when the
+    stream is idle (`data/benchmarks/transfers-4xh100.parquet`).  Copies *within* a GPU are kernels: they have an
+    engine of their own, and wait `Gpu.process_switch` when the turn is another process'.
+    After `Gpu.idle_after` seconds without a transfer it sleeps, and takes `Gpu.idle_wake` to begin.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        gpu: Gpu | None = None,
+        draws: Draws | None = None,
+        *,
+        streams: bool = False,
+        within: bool = False,
+    ) -> None:
+        self.within = within
+        self.posters: set[PostingThread] = set()  # of the ranks that post through it
+        self._clock = clock
+        self._draws = draws
+        self._streams = streams
+        self._idle_after, self._idle_wake, self._slice, self._switch = 0.0, 0.0, 0.0, 0.0
+        if gpu is not None:
+            self._idle_after, self._idle_wake, self._slice = gpu.idle_after, gpu.idle_wake, gpu.slice
+            self._switch = gpu.process_switch if within else 0.0
+        self.idle = clock.now  # since when, or when it will be awake
+        self.busy: dict[PostingThread, Posting] = {}
+        self._ended: dict[PostingThread, float] = {}  # when the last copy of each was
+        self._waiting: dict[PostingThread, deque[Posting]] = {}
+        self.unseen: dict[PostingThread, list[Posting]] = {}  # what ended while more was on the stream
+        self._owner: PostingThread | None = None  # of the engine, since `_since`
+        self._last: PostingThread | None = None  # who had it before
+        self._since = 0.0
+        self._over = False  # whether its slice is, and others wait
+        self._number = 0  # of the owner's turn: an alarm of an earlier one says nothing
+        self._served: Any = None  # what of the owner's is on the wire
+        self._stalled: dict[PostingThread, Posting] = {}  # in the order in which they get their turns
+
+    def take(self, posting: Posting) -> None:
+        """Call `SendQueue.carry` when the turn of *posting* has come among those of its posting thread."""
+        poster = posting.queue.poster
+        if poster in self.busy:
+            self._waiting.setdefault(poster, deque()).append(posting)
+        else:
+            self._begin(posting)
+
+    def _begin(self, posting: Posting) -> None:
+        now = self._clock.now
+        if not self.busy and now - self.idle > self._idle_after:
+            self.idle = now + self._idle_wake
+        poster = posting.queue.poster
+        self.busy[poster] = posting
+        at = self.idle if self._draws is None else max(now, self.idle) + self._draws.copy()
+        if posting.work:
+            at = max(at, self._ended.get(poster, 0.0) + posting.work)
+        if at > now:
+            self._clock.call_at(at, posting.queue.carry, posting)
+        else:
+            posting.queue.carry(posting)
+
+    def alone_at(self, posting: Posting, begin: float) -> float | None:
+        """Return when *posting*, whose turn comes at the time *begin*, is on the wire; None if others may matter."""
+        if self.busy or len(self.posters) > 1 or self._draws is not None:
+            return None
+        at = begin + self._idle_wake if begin - self.idle > self._idle_after else max(begin, self.idle)
+        return max(at, self._ended.get(posting.queue.poster, 0.0) + posting.work) if posting.work else at
+
+    def resume(self, posting: Posting, on: float) -> None:
+        """Serve *posting* from now on, which is on the wire at the time *on*, or has been since."""
+        self.busy[posting.queue.poster], self.idle = posting, max(self.idle, on)
+
+    def served(self, posting: Posting, ended: float) -> None:
+        """Take note that *posting*, which was the only one, has *ended*."""
+        self._ended[posting.queue.poster] = ended
+        self.idle = max(self.idle, ended)
+
+    def sleeps_before(self, at: float, pause: float) -> bool:
+        """Return whether it may need waking for a transfer at *at*, or after *pause* seconds without any.
+
+        It is not known where it is busy or several ranks post: then its rest depends on all of them.
+        """
+        if not self._idle_wake:
+            return False
+        idle = not self.busy and len(self.posters) == 1 and self.idle <= self._clock.now
+        return not (idle and at - self.idle <= self._idle_after and pause < self._idle_after / 2)
+
+    def sleep(self) -> Sleep | None:
+        """Return since when it rests, if it sleeps and nobody but the one rank that posts can wake it."""
+        known = not self.busy and len(self.posters) == 1 and self.idle <= self._clock.now
+        return (self.idle, self._idle_after, self._idle_wake) if known and self._idle_wake else None
+
+    def leave(self, posting: Posting) -> None:
+        """Go on to the next of its posting thread, if it was *posting* that was carried."""
+        poster, wire, at = posting.queue.poster, posting.wire, 0
+        if self.busy.get(poster) is not posting:
+            return
+        del self.busy[poster]
+        self._ended[poster] = self._clock.now
+        if self._stalled.get(poster) is posting:
+            del self._stalled[poster]
+        self.idle = max(self.idle, self._clock.now)
+        waiting = self._waiting.get(poster)
+        while waiting:
+            if self._streams:
+                at = next((index for index, other in enumerate(waiting) if other.wire is wire), 0)
+            following = waiting[at]
+            del waiting[at]
+            if not following.aborted:
+                self._begin(following)
+                return
+        for other in self.unseen.pop(poster, ()):
+            self._clock.call_at(self._clock.now + other.wire.latency, other.queue.finish, other)
+
+    # --- turns of ranks ---
+
+    @property
+    def shared(self) -> bool:
+        return self._slice > 0.0 and len(self.posters) > 1
+
+    def start(self, posting: Posting) -> None:
+        """Put *posting* on the wire, now or in the turn of its rank."""
+        if not self.shared:
+            posting.queue.start(posting)
+            return
+        poster = posting.queue.poster
+        if self._owner is None:
+            self._own(poster)
+        if self._owner is poster and not self._over:
+            self._serve(posting)
+            return
+        self._stalled[poster] = posting
+        if len(self._stalled) == 1:
+            self._limit()
+
+    def rest(self, posting: Posting) -> None:
+        """Give the engine to the next rank, *posting* being off the wire, unless its own goes on at once."""
+        if self._served is posting:
+            self._served = None
+        if self._owner is posting.queue.poster and self._served is None:
+            self._pass()
+
+    def _own(self, poster: PostingThread) -> None:
+        self._owner, self._since, self._over = poster, self._clock.now, False
+        self._number += 1
+
+    def _serve(self, posting: Posting) -> None:
+        self._served, before, self._last = posting, self._last, self._owner
+        if self._switch and before is not None and before is not self._owner:
+            self._clock.call_at(self._clock.now + self._switch, self._start, posting)
+        else:
+            self._start(posting)
+
+    def _start(self, posting: Posting) -> None:
+        if self._served is posting:
+            posting.queue.start(posting)
+
+    def _pass(self) -> None:
+        self._owner = None
+        if self._stalled:
+            poster = next(iter(self._stalled))
+            posting = self._stalled.pop(poster)
+            self._own(poster)
+            if self._stalled:
+                self._limit()
+            self._serve(posting)
+
+    def _limit(self) -> None:
+        gone = ceil((self._clock.now - self._since) / self._slice)
+        self._clock.call_at(self._since + max(1, gone) * self._slice, self._end_slice, self._number)
+
+    def _end_slice(self, number: int) -> None:
+        posting = self._served
+        if number != self._number or not self._stalled or posting is None:
+            return
+        if posting.flow is None:  # it has hardly come to it
+            self._over = True
+            return
+        left = posting.queue.stop(posting)
+        if left < 1.0:  # it ends at this very instant
+            posting.left, self._over = 0.0, True
+            self._serve(posting)
+            return
+        posting.left, posting.flow, self._served = left, None, None
+        assert self._owner is not None
+        self._stalled[self._owner] = posting
+        self._pass()
 
 
 def copy_bytes(batch: Batch, source: SimBuffer, target: SimBuffer) -> None:

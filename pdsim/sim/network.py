@@ -15,6 +15,7 @@ from math import inf
 from typing import Any, Final
 
 from pdsim.core.clock import LAST, Alarm, Clock
+from pdsim.sim.isolated import IsolatedTransfers
 from pdsim.sim.sequence import Foreseen
 
 NOW: Final = 1.0 + 1e-15  # ends within a few roundings of now are now: flows alike end in one event, not in two
@@ -244,8 +245,7 @@ class Network:
 
     Equal calls in equal order give equal times, bit for bit.  Links and paths stay, flows come and go.  Sizes are
     bytes, capacities and rates bytes/s, times seconds.  All changes of an instant are solved together, after the
-    last event of it; a flow that is alone on its links gets its rate at once, which gives the same times (1.07 times
-    as fast on `benchmarks.serve`)::
+    last event of it::
 
         network = Network(Clock())
         path = network.path([network.link("port", 100.0)])
@@ -259,8 +259,9 @@ class Network:
         self.paths: list[Path] = []
         self.events = 0  # of the clock, that the network has used
         self.foreseen = Foreseen(self)  # flows that are not in the network until something meets them
+        self.isolated = IsolatedTransfers(self)  # and transfers
         self._by_links: dict[tuple[tuple[Link, ...], float], Path] = {}
-        self.solves = 0  # how many times rates were solved; a flow that is alone needs none of it
+        self.solves = 0  # how many times rates were solved
         self.touched = 0  # how many paths were given a rate
         self._ends: list[tuple[float, int, Link]] = []  # a heap of `Link.eta`, by index, and times that were one
         self._now = 0.0
@@ -269,8 +270,6 @@ class Network:
         self._rising = 0  # paths whose rate is to be determined
         self._changed: dict[Path, None] = {}
         self._resized: dict[Link, None] = {}
-        self._alone: dict[Path, bool] = {}  # what got its rate at once at `_alone_at`, and whether it was taken back
-        self._alone_at = -inf
         self._instant: list[tuple[int, Flow]] = []  # flows that take no time
         self._flows = 0
         self._on_changes = Alarm(clock, self._on_change, LAST)
@@ -297,6 +296,7 @@ class Network:
             for link in key[0]:
                 if link.index >= len(self.links) or self.links[link.index] is not link:
                     raise ValueError(f"links must be of this network, {link} is not")
+            self.isolated.cut()
             self.foreseen.cut()  # with another path, a link may limit what it did not limit before
             path = self._by_links[key] = Path(self.clock, len(self.paths), key[0], float(cap))
             self.paths.append(path)
@@ -305,8 +305,8 @@ class Network:
     def set_capacity(self, link: Link, capacity: float) -> None:
         """Let *link* carry *capacity* bytes/s from now on; at 0, its flows stall.  Errors as `link`."""
         capacity = _checked(capacity)
+        self.isolated.cut()
         self.foreseen.cut()
-        self._take_back(list(self._alone))
         link.resize(capacity)
         self._resized[link] = None
         self._wait()
@@ -320,6 +320,7 @@ class Network:
         """
         if not 0.0 <= size < inf:
             raise ValueError(f"size(={size}) must be >= 0 and finite")
+        self.isolated.meet(path.live)
         if self.foreseen.series:
             self.foreseen.interrupt(path, size)
         flow = Flow(path, size, done, tag)
@@ -333,15 +334,7 @@ class Network:
         path.flows += 1
         path.begun += begin
         heappush(path.ahead, (begin + size, self._flows, flow))
-        if path.count or self._changed or self._resized or not self._enter_alone(path, now):
-            self._change(path)
-            return flow
-        if now != self._alone_at:
-            self._alone_at = now
-            self._alone.clear()
-        self._alone[path] = False
-        if path.limit.eta < self._wake_at:  # else an end before that is waited for already
-            self._arm()
+        self._change(path)
         return flow
 
     def abort(self, flow: Flow) -> float:
@@ -364,33 +357,22 @@ class Network:
 
     def carried(self) -> list[float]:
         """Return the bytes that each of `links` has carried until now, flows that are foreseen included."""
-        ahead = self.foreseen.carried()
-        return [link.carried + ahead.get(link, 0.0) for link in self.links]
+        ahead, isolated = self.foreseen.carried(), self.isolated.carried()
+        return [link.carried + ahead.get(link, 0.0) + isolated.get(link, 0.0) for link in self.links]
 
     def is_idle(self, links: Sequence[Link]) -> bool:
+        """Return whether no flow is on *links*."""
+        for link in links:
+            if link.active and any(path.flows for path in link.active):
+                return False
+        if not self._changed:
+            return not self._resized
         changed = any(path.flows and not set(links).isdisjoint(path.live) for path in self._changed)
-        return not (self._resized or changed or any(path.flows for link in links for path in link.active))
+        return not (self._resized or changed)
 
     def _change(self, path: Path) -> None:
-        if self._alone:
-            self._take_back([other for link in path.live for other in link.active if other in self._alone])
         self._changed[path] = None
         self._wait()
-
-    def _take_back(self, paths: Iterable[Path]) -> None:
-        # So all changes of an instant are solved from the state before it, in their order, and times do not depend
-        # on how many of them the network took to be alone.
-        if self.clock.now != self._alone_at:
-            self._alone.clear()
-            return
-        for path in paths:
-            if not self._alone[path]:
-                self._alone[path] = True
-                self._leave_alone(path)
-        back = [path for path, taken in self._alone.items() if taken]
-        self._changed = dict.fromkeys(back) | self._changed
-        if back:
-            self._wait()
 
     def _wait(self) -> None:
         if not self._on_changes.armed:
@@ -453,12 +435,7 @@ class Network:
                 link, self._now = path.limit, now
                 link.first_end = min((each.ahead[0][0] - each.offset for each in link.bound), default=inf)
                 self._announce(link)
-        if self._resized or not all(not path.flows and self._is_alone(path) for path in moved):
-            self._solve(moved, self._resized, now)
-        else:
-            for path in moved:
-                self._leave_alone(path)
-        self._alone.clear()
+        self._solve(moved, self._resized, now)
         self._changed.clear()
         self._resized.clear()
         if len(self._ends) > 4 * (len(self.links) + len(self.paths)) + 256:  # most are out of date
@@ -488,50 +465,6 @@ class Network:
             self._recount(path)
         self._fill()
         self._opened.clear()
-
-    def _enter_alone(self, path: Path, now: float) -> bool:
-        # Give the first flow of *path* its rate if no link of the path has others; return whether that was so.
-        live, own, lowest, tightest = path.live, path.own, inf, NOBODY
-        for link in live:
-            if link.active:
-                return False
-            free = path.cap if link is own else link.free / path.links.count(link)
-            if free < lowest:
-                lowest, tightest = free, link
-        if not 0.0 < lowest < inf:
-            return False
-        if own is not None:
-            own.free = own.capacity = path.cap
-        for link in live:
-            link.active[path] = None
-            link.free -= lowest
-        path.count = 1.0
-        path.limit = tightest
-        path.offset = 0.0
-        path.find_rest()
-        tightest.bound[path] = None
-        tightest.free = tightest.service = 0.0
-        tightest.since = self._now = now
-        tightest.level = tightest.was = lowest
-        tightest.first_end = path.ahead[0][0]
-        self.touched += 1
-        self._announce(tightest)
-        return True
-
-    def _is_alone(self, path: Path) -> bool:
-        # Return whether *path* has one flow with a rate, and its links have no other path.
-        return path.count == 1.0 and max([len(link.active) for link in path.live]) == 1
-
-    def _leave_alone(self, path: Path) -> None:
-        # Take *path*, which is alone, off its links, as `_solve` would after the end of its flow.
-        if path.own is not None:
-            path.own.capacity = 0.0
-        for link in path.live:
-            link.active.clear()
-            link.free = link.capacity
-        path.limit.level = OPEN
-        path.count = 0.0
-        path.release()
 
     def _recount(self, path: Path) -> None:
         if path.limit.level >= 0.0:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a transfer engine costs: posting, copy engines, the wire, completion, and the send queue in front of them.
+"""What a transfer engine costs: posting, the wire, completion, and the send queue in front of them.
 
 Between GPUs one thread of a rank posts and asks for the ends of what it has posted, one thing after the other.
 
 `EngineModel` has the formula.  No event is spent on a descriptor, nor on a transfer's turn at the posting thread,
-which is a sum: ``free = max(now, free) + work``.  A transfer costs one event for the end of its flow, one for its
-completion if that is later, one if its wire does not start at once, and one if a copy engine waits for its posting.
+which is a sum: ``free = max(now, free) + work``.  A transfer that shares nothing (`pdsim.sim.isolated`) costs one
+event, at its end; another one costs one for the end of its flow, one for its completion if that is later, one if its
+wire does not start at once, and one if a copy engine waits for its posting.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdsim.core.errors import BackendUnavailable, SendQueueFull
 from pdsim.sim.hosts import PostingShare, PostingThread
+from pdsim.sim.memory import CopyEngine
 from pdsim.sim.sequence import AWAKE
 from pdsim.transfer.job import Place
 
@@ -24,10 +26,10 @@ if TYPE_CHECKING:
 
     from pdsim.core.clock import Clock
     from pdsim.hardware.costs import Engine, EngineModel
-    from pdsim.hardware.machine import Gpu
     from pdsim.sim.faults import Chance, Draws, Observer
+    from pdsim.sim.isolated import Plan
     from pdsim.sim.network import Flow, Link, Network, Path
-    from pdsim.sim.sequence import Pace, Sleep, Stages
+    from pdsim.sim.sequence import Pace, Stages
     from pdsim.sim.tcp import Streams
     from pdsim.sim.topology import Route, Site, Topology
 
@@ -43,7 +45,7 @@ class Posting:
     # no dataclass: compiled, it would look up the types of modules that are not loaded yet
     __slots__ = (
         *("aborted", "at_first", "at_once", "carried", "descriptors", "done", "flow", "held"),
-        *("least", "left", "nbytes", "posted", "queue", "tag", "wire", "work"),
+        *("least", "left", "nbytes", "plan", "posted", "queue", "tag", "wire", "work"),
     )
 
     def __init__(
@@ -68,6 +70,7 @@ class Posting:
         self.work = 0.0  # seconds that its descriptors take of the stream that all copies of the rank share
         self.least = 0.0  # when its bytes are there at the earliest
         self.flow: Flow | None = None
+        self.plan: Plan | None = None  # of one that is isolated
         self.aborted = False
         self.at_once = False  # done in the call that posts it
         self.at_first = False  # over when its thread first asks
@@ -83,185 +86,6 @@ class WireStage:
         self.rate = rate  # of a transfer that is alone, and no fault on the way
         self.occupancy = occupancy  # bytes that each descriptor keeps it from carrying
         self.streams: Streams | None = None  # of TCP, where the way takes time
-
-
-class CopyEngine:
-    """Carries the transfers that the ranks of one GPU post: of each rank one at a time, in the order of their wires.
-
-    So do the copies of a GPU over NVLink, whatever their streams (measured on 4 x H200: `docs/validation.md`); with
-    *streams*, one for each peer, it stays with one until that is empty (`data/benchmarks/crossing-4xh200.parquet`).
-
-    Ranks are processes, which have it in turns of at most `Gpu.slice` seconds, even in the middle of a copy
-    (`data/benchmarks/field-crossing-2xh200.csv`); with 0 their copies go on side by side.  On one stream the
-    descriptors of a transfer take their time when the copies before it have ended, and an end is seen when the
-    stream is idle (`data/benchmarks/transfers-4xh100.parquet`).  Copies *within* a GPU are kernels: they have an
-    engine of their own, and wait `Gpu.process_switch` when the turn is another process'.
-    After `Gpu.idle_after` seconds without a transfer it sleeps, and takes `Gpu.idle_wake` to begin.
-    """
-
-    def __init__(
-        self,
-        clock: Clock,
-        gpu: Gpu | None = None,
-        draws: Draws | None = None,
-        *,
-        streams: bool = False,
-        within: bool = False,
-    ) -> None:
-        self.within = within
-        self.posters: set[PostingThread] = set()  # of the ranks that post through it
-        self._clock = clock
-        self._draws = draws
-        self._streams = streams
-        self._idle_after, self._idle_wake, self._slice, self._switch = 0.0, 0.0, 0.0, 0.0
-        if gpu is not None:
-            self._idle_after, self._idle_wake, self._slice = gpu.idle_after, gpu.idle_wake, gpu.slice
-            self._switch = gpu.process_switch if within else 0.0
-        self.idle = clock.now  # since when, or when it will be awake
-        self.busy: dict[PostingThread, Posting] = {}
-        self._ended: dict[PostingThread, float] = {}  # when the last copy of each was
-        self._waiting: dict[PostingThread, deque[Posting]] = {}
-        self.unseen: dict[PostingThread, list[Posting]] = {}  # what ended while more was on the stream
-        self._owner: PostingThread | None = None  # of the engine, since `_since`
-        self._last: PostingThread | None = None  # who had it before
-        self._since = 0.0
-        self._over = False  # whether its slice is, and others wait
-        self._number = 0  # of the owner's turn: an alarm of an earlier one says nothing
-        self._served: Posting | None = None  # what of the owner's is on the wire
-        self._stalled: dict[PostingThread, Posting] = {}  # in the order in which they get their turns
-
-    def take(self, posting: Posting) -> None:
-        """Call `SendQueue.carry` when the turn of *posting* has come among those of its posting thread."""
-        poster = posting.queue.poster
-        if poster in self.busy:
-            self._waiting.setdefault(poster, deque()).append(posting)
-        else:
-            self._begin(posting)
-
-    def _begin(self, posting: Posting) -> None:
-        now = self._clock.now
-        if not self.busy and now - self.idle > self._idle_after:
-            self.idle = now + self._idle_wake
-        poster = posting.queue.poster
-        self.busy[poster] = posting
-        at = self.idle if self._draws is None else max(now, self.idle) + self._draws.copy()
-        if posting.work:
-            at = max(at, self._ended.get(poster, 0.0) + posting.work)
-        if at > now:
-            self._clock.call_at(at, posting.queue.carry, posting)
-        else:
-            posting.queue.carry(posting)
-
-    def sleeps_before(self, at: float, pause: float) -> bool:
-        """Return whether it may need waking for a transfer at *at*, or after *pause* seconds without any.
-
-        It is not known where it is busy or several ranks post: then its rest depends on all of them.
-        """
-        if not self._idle_wake:
-            return False
-        idle = not self.busy and len(self.posters) == 1 and self.idle <= self._clock.now
-        return not (idle and at - self.idle <= self._idle_after and pause < self._idle_after / 2)
-
-    def sleep(self) -> Sleep | None:
-        """Return since when it rests, if it sleeps and nobody but the one rank that posts can wake it."""
-        known = not self.busy and len(self.posters) == 1 and self.idle <= self._clock.now
-        return (self.idle, self._idle_after, self._idle_wake) if known and self._idle_wake else None
-
-    def leave(self, posting: Posting) -> None:
-        """Go on to the next of its posting thread, if it was *posting* that was carried."""
-        poster = posting.queue.poster
-        if self.busy.get(poster) is not posting:
-            return
-        del self.busy[poster]
-        self._ended[poster] = self._clock.now
-        if self._stalled.get(poster) is posting:
-            del self._stalled[poster]
-        self.idle = max(self.idle, self._clock.now)
-        waiting, wire, at = self._waiting.get(poster), posting.wire, 0
-        while waiting:
-            if self._streams:
-                at = next((index for index, other in enumerate(waiting) if other.wire is wire), 0)
-            following = waiting[at]
-            del waiting[at]
-            if not following.aborted:
-                self._begin(following)
-                return
-        for other in self.unseen.pop(poster, ()):
-            self._clock.call_at(self._clock.now + other.wire.latency, other.queue.finish, other)
-
-    # --- turns of ranks ---
-
-    @property
-    def shared(self) -> bool:
-        return self._slice > 0.0 and len(self.posters) > 1
-
-    def start(self, posting: Posting) -> None:
-        """Put *posting* on the wire, now or in the turn of its rank."""
-        if not self.shared:
-            posting.queue.start(posting)
-            return
-        poster = posting.queue.poster
-        if self._owner is None:
-            self._own(poster)
-        if self._owner is poster and not self._over:
-            self._serve(posting)
-            return
-        self._stalled[poster] = posting
-        if len(self._stalled) == 1:
-            self._limit()
-
-    def rest(self, posting: Posting) -> None:
-        """Give the engine to the next rank, *posting* being off the wire, unless its own goes on at once."""
-        if self._served is posting:
-            self._served = None
-        if self._owner is posting.queue.poster and self._served is None:
-            self._pass()
-
-    def _own(self, poster: PostingThread) -> None:
-        self._owner, self._since, self._over = poster, self._clock.now, False
-        self._number += 1
-
-    def _serve(self, posting: Posting) -> None:
-        self._served, before, self._last = posting, self._last, self._owner
-        if self._switch and before is not None and before is not self._owner:
-            self._clock.call_at(self._clock.now + self._switch, self._start, posting)
-        else:
-            self._start(posting)
-
-    def _start(self, posting: Posting) -> None:
-        if self._served is posting:
-            posting.queue.start(posting)
-
-    def _pass(self) -> None:
-        self._owner = None
-        if self._stalled:
-            poster = next(iter(self._stalled))
-            posting = self._stalled.pop(poster)
-            self._own(poster)
-            if self._stalled:
-                self._limit()
-            self._serve(posting)
-
-    def _limit(self) -> None:
-        gone = ceil((self._clock.now - self._since) / self._slice)
-        self._clock.call_at(self._since + max(1, gone) * self._slice, self._end_slice, self._number)
-
-    def _end_slice(self, number: int) -> None:
-        posting = self._served
-        if number != self._number or not self._stalled or posting is None:
-            return
-        if posting.flow is None:  # it has hardly come to it
-            self._over = True
-            return
-        left = posting.queue.stop(posting)
-        if left < 1.0:  # it ends at this very instant
-            posting.left, self._over = 0.0, True
-            self._serve(posting)
-            return
-        posting.left, posting.flow, self._served = left, None, None
-        assert self._owner is not None
-        self._stalled[self._owner] = posting
-        self._pass()
 
 
 class SendQueue:
@@ -299,6 +123,7 @@ class SendQueue:
         self.outstanding = self._most = 0  # descriptors, of all that is posted now, and of the largest ever
         self._clock: Clock = network.clock
         self._network = network
+        self._isolated = network.isolated
         self._waiting: deque[Posting] = deque()
         queues: tuple[Link, ...] = ()
         if isfinite(model.queue_rate):
@@ -353,6 +178,8 @@ class SendQueue:
         `Series` says.
         """
         model, wire, poster, copier, now = self.model, self._outward, self.poster, self.copier, self._clock.now
+        if poster.isolated is not None:
+            self._isolated.go_on(poster.isolated)
         simple = not (model.depth or model.pipelined or poster.under_way or poster.share) and wire.streams is None
         simple = simple and not (copier and (wire.occupancy or beside))
         at_once = model.small is not None and model.small.takes(descriptors, nbytes)
@@ -393,13 +220,13 @@ class SendQueue:
             # the copy engine, which may have to wake up first
             asked = begin if self.copier is None else submitted if self._overlap else posted
             if self.copier is None or asked > now:
-                self._clock.call_at(asked, self._begin, posting)
+                self._clock.call_at(asked, self.begin, posting)
             else:
                 self.copier.busy[self.poster], self.copier.idle = posting, begin
                 self._clock.call_at(begin, self.carry, posting)
             return posting
         else:
-            self._clock.call_at(over, self._complete, posting)
+            self._clock.call_at(over, self.complete, posting)
         if self.copier is not None:
             ended = max(end, posted)
             if flow is not None or ended > now:
@@ -430,6 +257,8 @@ class SendQueue:
 
     def recall(self, posting: Posting) -> tuple[int, int]:
         """Abort *posting*; return the bytes and descriptors that have not arrived: all if none is acknowledged."""
+        if posting.plan is not None:
+            self._isolated.go_on(posting)
         left, of = posting.left, max(posting.left, 1.0)
         if posting.flow is not None:
             left, posting.flow = self.stop(posting), None
@@ -440,6 +269,8 @@ class SendQueue:
         """Stop *posting* where it is: none of its bytes moves any more, and it is never reported done."""
         if posting.aborted:
             return
+        if posting.plan is not None:
+            self._isolated.go_on(posting)
         posting.aborted = True
         if posting.posted is None:
             self._waiting.remove(posting)
@@ -458,6 +289,9 @@ class SendQueue:
 
     def _admit(self, posting: Posting) -> None:
         poster, now, descriptors = self.poster, self._clock.now, posting.descriptors
+        if poster.isolated is not None:
+            self._isolated.go_on(poster.isolated)
+        isolated = not poster.under_way and poster.free <= now
         self.outstanding += descriptors
         early = self._enter(posting) - max(0, descriptors - self._most) * self._fresh
         self._most = max(self._most, descriptors)
@@ -468,6 +302,7 @@ class SendQueue:
             return
         start = max(now, poster.free)
         if self._draws is not None:
+            isolated = False
             start += self._draws.start()
         work = (self.model.posting(descriptors) - early) * poster.slowness
         posting.posted = start + work
@@ -478,10 +313,12 @@ class SendQueue:
         begin = start if self._overlap else posting.posted
         if self._pipelined:
             begin = start + (self.model.posting(1) - early) * poster.slowness
+        if isolated and self._isolated.begin(posting, begin):
+            return
         if begin > now:
-            self._clock.call_at(begin, self._begin, posting)
+            self._clock.call_at(begin, self.begin, posting)
         else:
-            self._begin(posting)
+            self.begin(posting)
 
     def _polls(self, posting: Posting) -> float:
         # Between GPUs the latency is the host's, which asks for the end: what else its thread posts comes after.
@@ -502,16 +339,17 @@ class SendQueue:
     def _on_taken(self, posting: Posting) -> None:
         if self._overlap:
             first = self.model.posting(1) * self.poster.slowness if self._pipelined else 0.0
-            self._clock.call_at(self._clock.now + first, self._begin, posting)
+            self._clock.call_at(self._clock.now + first, self.begin, posting)
 
     def _on_posted(self, posting: Posting) -> None:
         posting.posted = self._clock.now
         if not self._overlap:
-            self._begin(posting)
+            self.begin(posting)
         elif posting.carried and not posting.aborted:
             self._on_carried(posting)
 
-    def _begin(self, posting: Posting) -> None:
+    def begin(self, posting: Posting) -> None:
+        """Let the turn of *posting* at the copy engine come, if there is one, and then its wire start."""
         if self.copier is None:
             self.carry(posting)
         elif not posting.aborted:
@@ -534,8 +372,10 @@ class SendQueue:
             posting.least = self._clock.now + (posting.left + held) / wire.rate
         self.copier.start(posting)
 
-    def start(self, posting: Posting) -> None:
-        posting.flow = self._network.start(posting.wire.path, posting.left, self._on_carried, posting)
+    def start(self, posting: Posting, left: float = -1.0) -> None:
+        """Put what is *left* of *posting*, by default all that was when it began, on the wire."""
+        size = posting.left if left < 0.0 else left
+        posting.flow = self._network.start(posting.wire.path, size, self._on_carried, posting)
 
     def stop(self, posting: Posting) -> float:
         assert posting.flow is not None
@@ -551,36 +391,46 @@ class SendQueue:
             self.copier.rest(posting)
 
     def _ends(self, posting: Posting) -> None:
-        assert posting.posted is not None
-        wire, copier = posting.wire, self.copier
-        ready = posting.posted
-        if self._pipelined:  # and how long the last descriptor takes on the wire, alone
-            ready += (posting.nbytes / posting.descriptors + wire.occupancy) / wire.rate
-        now = self._clock.now
-        ended = max(max(now, ready), posting.least)
-        # rounded, what is saved may be more than the latency
-        over = max(ended, ended + wire.latency + posting.held)
+        copier, now = self.copier, self._clock.now
+        ended, over = self.ends(posting, now)
         if over > now:
-            self._clock.call_at(over, self._complete, posting)
+            self._clock.call_at(over, self.complete, posting)
         if copier is not None:
             if ended > now:
                 self._clock.call_at(ended, copier.leave, posting)
             else:
                 copier.leave(posting)
         if over <= now:
-            self._complete(posting)
+            self.complete(posting)
 
-    def _complete(self, posting: Posting) -> None:
+    def ends(self, posting: Posting, off: float) -> tuple[float, float]:
+        """Return when *posting*, whose wire is done at the time *off*, leaves the copy engine, and is complete."""
+        wire, ready = posting.wire, posting.posted
+        assert ready is not None
+        if self._pipelined:  # and how long the last descriptor takes on the wire, alone
+            ready += (posting.nbytes / posting.descriptors + wire.occupancy) / wire.rate
+        ended = max(off, ready, posting.least)
+        # rounded, what is saved may be more than the latency
+        return ended, max(ended, ended + wire.latency + posting.held)
+
+    def reported(self, posting: Posting, over: float) -> float:
+        """Return when the end of *posting*, complete at the time *over*, is found if its thread posts no more."""
+        asks = self._asks and not (posting.at_once or posting.at_first)
+        return max(over, self.poster.free) if asks else over
+
+    def complete(self, posting: Posting) -> None:
+        """Report *posting*, which is complete, once its thread asks for that."""
         # The thread that asks for the end is posting: it finds it when it has done what it was given by now.
         free = self.poster.free
         if not self._asks or posting.at_once or posting.at_first:
             self.finish(posting)
         elif free > self._clock.now:
-            self._clock.call_at(free, self._ask, posting)
+            self._clock.call_at(free, self.ask, posting)
         else:
-            self._ask(posting)
+            self.ask(posting)
 
-    def _ask(self, posting: Posting) -> None:
+    def ask(self, posting: Posting) -> None:
+        """Report *posting*, whose thread asks for its end, unless more is on the one stream of its copies."""
         if self._one_stream and self.copier is not None and self.poster in self.copier.busy:
             self.copier.unseen.setdefault(self.poster, []).append(posting)
         else:
@@ -663,6 +513,7 @@ class Fabric:
                 self.clock, self.topology.machine.gpu, self.draws, streams=model.streams, within=within
             )
             copier = self._copiers.setdefault(here.name + "/within" * within, made)
+            self.network.isolated.cut()
             copier.posters.add(poster)
         queue = SendQueue(self.network, poster, model, *routes, name, copier, self.draws)
         if model.path == "rdma":

@@ -280,6 +280,7 @@ class Foreseen:
         level = min([path.cap, *(link.capacity for link in series.resources[1:])])
         if len(set(path.links)) < len(path.links) or not 0.0 < level < inf:
             return False
+        self._network.isolated.meet(path.live)
         if not self._network.is_idle(path.live):
             return False
         for other in list(self._users.get(series.thread, ())):

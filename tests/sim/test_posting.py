@@ -6,6 +6,7 @@ bytes/s, latency 0.5.
 
 import itertools
 from dataclasses import replace
+from random import Random
 
 import pytest
 
@@ -15,9 +16,12 @@ from pdsim.core.clock import Clock
 from pdsim.core.errors import SendQueueFull
 from pdsim.hardware.costs import InlineSaving, Jitter, Ramp
 from pdsim.sim.faults import Draws
+from pdsim.sim.hosts import PostingShare, PostingThread
+from pdsim.sim.isolated import IsolatedTransfers
+from pdsim.sim.memory import CopyEngine
 from pdsim.sim.model import Model
 from pdsim.sim.network import Network
-from pdsim.sim.posting import CopyEngine, PostingShare, PostingThread, SendQueue
+from pdsim.sim.posting import SendQueue
 from pdsim.sim.topology import Route
 from pdsim.transfer import Batch
 from pdsim.transfer.job import Place, RankSpec
@@ -235,12 +239,12 @@ def test_a_small_isolated_transfer_takes_what_the_closed_form_says(saving, stage
 
 
 @pytest.mark.parametrize("descriptors", [1, 100_000])
-@pytest.mark.parametrize(("stages", "events"), [({"overlap": True}, 2), ({}, 3), (PIPELINED, 3)])
-def test_the_events_of_a_transfer_do_not_depend_on_its_descriptors(descriptors, stages, events):
+@pytest.mark.parametrize("stages", [{}, {"overlap": True}, PIPELINED])
+def test_an_isolated_transfer_is_one_event(descriptors, stages):
     bench = Bench(**stages)
     bench.post("a", descriptors=descriptors)
     bench.run()
-    assert bench.clock.scheduled() == events
+    assert bench.clock.scheduled() == 1
 
 
 SHORT, LONG = {"nbytes": 10, "descriptors": 8}, {"nbytes": 6000}
@@ -311,7 +315,7 @@ def test_ranks_of_one_gpu_share_what_the_engine_says(places, seconds):  # postin
 
 
 class Crossing:
-    """GPUs a and b send to c and d, ports of 100 bytes/s; `log` has (time, tag) of all completions.
+    """GPUs a, b and e send to c and d, ports of 100 bytes/s; `log` has (time, tag) of all completions.
 
     With *apart*, each lane ("ac", "ad") is of a process of its own.
     """
@@ -321,8 +325,8 @@ class Crossing:
         self.network = Network(self.clock)
         self.log, self.lanes = [], {}
         model = cost(**({"call": 0.0, "descriptor": 0.0, "latency": 0.0, "in_order": True} | changes))
-        ports = {name: self.network.link(name, 100.0) for name in "abcd"}
-        for source in "ab":
+        ports = {name: self.network.link(name, 100.0) for name in "abcde"}
+        for source in "abe":
             poster = PostingThread()
             device = replace(machine().gpu, **(gpu or {}))
             copier = CopyEngine(self.clock, device, draws, streams=streams, within=within)
@@ -358,6 +362,7 @@ def turns(seconds=100.0, **gpu):
 SLEEPY = {"gpu": {"idle_after": 2.0, "idle_wake": 0.5}}
 SWITCH = {**turns(process_switch=0.25), "within": True}
 HOST = {"descriptor": 1.0, "latency": 0.5}
+ONE_STREAM = {"one_stream": True}
 COPIES = {
     "one at a time": ({}, [(0, "ac ad")], "1.0 ac 2.0 ad"),
     "one port of two": ({}, [(0, "ac ad bc bd")], "2.0 ac 2.0 bc 4.0 ad 4.0 bd"),
@@ -452,3 +457,29 @@ def test_delays_lie_between_nothing_and_what_is_set():
     assert 0.0 <= min(delays) < 0.1
     assert 1.9 < max(delays) < 2.0
     assert draws.copy() == 0.0
+
+
+SHARED = [
+    {},
+    SLEEPY,
+    turns(),
+    {"wire_descriptor": 0.5},
+    HOST,
+    {**HOST, "overlap": True},
+    {**HOST, "one_stream": True},
+]
+
+
+@pytest.mark.parametrize("how", SHARED)
+@pytest.mark.parametrize("seed", range(20))
+def test_isolated_transfers_end_as_others_do(how, seed, monkeypatch):
+    random = Random(seed)
+    moments = sorted(random.choice((random.uniform(0, 12), random.randrange(12) / 2)) for _ in range(8))
+    posts = [(at, random.choice(("ac", "ad", "bc", "bd", "ec")), random.choice((50, 100, 200))) for at in moments]
+    posts += [(20.0, name) for name in ("ac", "bc", "ec")]
+    aborts = [(moments[3] + random.uniform(0, 2), posts[3][1])] if seed % 2 else []
+    isolated = Crossing(**how).play(posts, aborts)
+    monkeypatch.setattr(IsolatedTransfers, "begin", lambda *_: False)
+    written = Crossing(**how).play(posts, aborts)
+    assert sorted(name for _, name in isolated) == sorted(name for _, name in written)
+    assert [at for at, _ in isolated] == pytest.approx([at for at, _ in written], rel=1e-12)

@@ -101,14 +101,20 @@ AT_ONCE = engine(cost(call=0.01, descriptor=0.0, overlap=True, latency=0.0))
 ONE, LATER, OTHER = (10.0, 0, 2, 10, 20), (100.0, 0, 2, 10, 20), (10.1, 1, 2, 10, 20)
 # hardware, engine, work, deaths, and how many times fewer events there are at least
 CASES = {
-    "alone": (machine(), engine(), [[ONE]], {}, 3),
-    "each begins as the one before ends": (machine(), AT_ONCE, [[ONE]], {}, 2),
+    "alone": (machine(), engine(), [[ONE]], {}, 1.5),
+    "each begins as the one before ends": (machine(), AT_ONCE, [[ONE]], {}, 1.5),
     "the same, meeting another": (machine(), AT_ONCE, [[ONE], [(12.1, 0, 1, 10, 1)]], {}, 1),
     "in lockstep": (machine(), engine(), [[ONE], [ONE]], {}, 4),
     "the peer ends": (machine(), engine(), [[ONE]], {"sink0": 20.2}, 1),
     "it would time out": (machine(), engine(timeout=1.5), [[(10.0, 0, 2, 10, 3)]], {}, 0.8),
-    "receivers wake up": (slower(WAKING, {}), engine(), [[ONE], [OTHER]], {}, 3),
-    "layer by layer": (slower({}, SLEEPING), engine(cost(in_order=True)), [[(10.0, 0, 2, 10, 20, 6.0, ())]], {}, 5),
+    "receivers wake up": (slower(WAKING, {}), engine(), [[ONE], [OTHER]], {}, 2.5),
+    "layer by layer": (
+        slower({}, SLEEPING),
+        engine(cost(in_order=True)),
+        [[(10.0, 0, 2, 10, 20, 6.0, ())]],
+        {},
+        2.5,
+    ),
     "in turns": (machine(), engine(), [[(10.0, 0, 2, 10, 20, 3.0, (5,))]], {}, 1),
     "on one thread": (machine(), RDMA, [[ONE, (10.0, 1, 1, 30, 9), (14.2, 0, 1, 5, 1)]], {}, 3),
     "on one card": (machine(), RDMA, [[ONE], [OTHER, (25.0, 0, 3, 20, 5)]], {}, 2.5),

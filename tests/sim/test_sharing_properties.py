@@ -98,25 +98,6 @@ def networks(draw, amounts, times, changes):
     )
 
 
-def never(*_):
-    return False
-
-
-@settings(deadline=None, derandomize=True, max_examples=100)
-@given(scenarios())
-def test_a_flow_alone_has_the_times_that_a_solution_gives_bit_for_bit(scenario):
-    quick, solved = Run(scenario), Run(scenario)
-    with pytest.MonkeyPatch.context() as patch:
-        quick.finish()
-        patch.setattr(Network, "_enter_alone", never)
-        patch.setattr(Network, "_is_alone", never)
-        solved.finish()
-    assert quick.ends == solved.ends
-    assert quick.left == solved.left
-    assert [link.carried for link in quick.links] == [link.carried for link in solved.links]
-    assert list(quick.ends) == list(solved.ends)  # and in one order
-
-
 def bottleneck(path):
     """Whether the flows of *path* cannot have more: a cap, or a full link where nobody is faster."""
     if rate(path) >= path.cap * (1 - SLACK):
