@@ -4,8 +4,6 @@
 Each measurement ends within `SECONDS` of its own work, or `DEADLINE` with a process to start, and fails by itself.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

@@ -5,8 +5,6 @@ Names are listed without importing anything; what a backend needs is read from i
 which imports no engine's library either.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import cache

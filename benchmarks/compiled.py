@@ -12,8 +12,6 @@ With --tests, as in CI: `RUNS` of `benchmarks.fixed_runs` must give there what i
 last bit, and `TESTS` must pass.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

@@ -6,8 +6,6 @@
 The store's memory is another process's, on loopback; files are read and written past the page cache (O_DIRECT).
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import csv

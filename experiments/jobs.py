@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What experiments share: refusals, starts that fail, outcomes of several jobs as one, tables, parts."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence

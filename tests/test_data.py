@@ -1,7 +1,5 @@
 """Sealed predictions stay as they were sealed, and tables of them as the files say."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """A scheduler, a router policy, an experiment and a machine of another package work without a change to pdsim."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is in `examples/` is installed as anybody would install it, and works without a change to pdsim."""
 
-from __future__ import annotations
-
 import json
 import shlex
 

@@ -1,7 +1,5 @@
 """A job of the campaign of faults on real engines that once left a request without an end."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Whatever others write, or that was edited: what is raised is the documented error, and of one line a mistake."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest

@@ -1,7 +1,5 @@
 """Imports point down the table of rooms, nothing runs in circles, heavy libraries load late, classes stay flat."""
 
-from __future__ import annotations
-
 import ast
 import re
 from functools import cache

@@ -1,7 +1,5 @@
 """Each backend's policy: read from its file, checked, and the alias `mooncake_tcp` with its arguments."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``launch.share_gpus=true``: ranks on fewer GPUs than the configuration has."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -4,8 +4,6 @@
 there is.  Refusals of commands, files and combinations are in `tests.test_cli`.
 """
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

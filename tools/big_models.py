@@ -18,8 +18,6 @@ the peaks that ``compute=roofline`` assumes; experts are loaded evenly.
 `CAUSES` says where the errors come from.
 """
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Iterator
 from dataclasses import replace

@@ -8,8 +8,6 @@ its median. Plain memory goes through NCCL with either library, so both runs cou
 in ``data/collective``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple

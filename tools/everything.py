@@ -11,8 +11,6 @@ that type the configuration, recipes from the unmarked blocks of commands in REA
 pyproject.toml.  What a machine lacks a library or a device for is skipped, and said.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

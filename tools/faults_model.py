@@ -8,8 +8,6 @@ first and the one after the last, how requests ended, in how many scenarios a me
 seconds, and rows of violations that begin with the seed.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter

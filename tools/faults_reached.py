@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the default trial and keep what it reached, for docs/faults.md: ``python -m tools.faults_reached``."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Iterator
 

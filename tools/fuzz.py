@@ -9,8 +9,6 @@ mistake, or an input that takes longer than `SLOW` seconds of processor time.  T
 findings.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import io

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Right inputs of every kind that `tools.fuzz` changes: what is wrong with one is the change alone."""
 
-from __future__ import annotations
-
 import contextlib
 import typing
 from functools import cache

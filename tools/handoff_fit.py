@@ -17,8 +17,6 @@ Records hold a write a row, in microseconds after the start of its job; requests
 The first request of each size warmed up, in each job.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple

@@ -11,8 +11,6 @@ is *blocks* of *size* bytes, *gap* seconds after the one before.  Steady points 
 that are not counted; those after a long gap begin with the window to which TCP has shrunk by then.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import sys

@@ -15,8 +15,6 @@ pages are those that the table's sizes show, one more than the prompt has (a cha
 The bytes are the model's; what the sources call MB and GB is decimal in the first and binary in the second.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory

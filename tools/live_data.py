@@ -9,8 +9,6 @@ SEALED is a prediction with its hash, FOLDER the measurement: `requests.parquet`
 with ``target=model``: the requests of FOLDER, one part after the other on one deployment.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -13,8 +13,6 @@ and there are more of them than processors of the guest, so that a call over ver
 seconds bound nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

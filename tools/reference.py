@@ -23,8 +23,6 @@ The other parts stand each between two HTML comments of their page:
 `tests/test_docs.py` compares all of them with what is written.
 """
 
-from __future__ import annotations
-
 import csv
 import os
 import re

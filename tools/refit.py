@@ -6,8 +6,6 @@ and prints.  It is how a reader checks a number of ``conf/``: the sample files i
 evidence, and the same code that made the number makes it again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulate what reports say in figures and keep it: ``python -m tools.report_figures``, two minutes of CPU."""
 
-from __future__ import annotations
-
 from experiments.reports.figures import keep, simulated
 from pdsim.config.compose import compose
 from pdsim.core.files import data

@@ -9,8 +9,6 @@ Rows of AISimulate stay; ``python -m benchmarks.peers.aisimulate COMMAND rows FI
 are written by hand, in whole per cent.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import sys

@@ -5,8 +5,6 @@
 repository, so their links hold here and on a Git server; files that they link to are copied beside them.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import shutil

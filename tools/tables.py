@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read the tables of `data/`, CSV with comments or Parquet, whose schema keeps the comments; write Markdown."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path

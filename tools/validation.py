@@ -10,8 +10,6 @@
 or predicted here: the two are compared as they were kept.  Figures need matplotlib, the extra ``report``.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence

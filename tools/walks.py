@@ -7,8 +7,6 @@
   functions that have the number in an argument, a variable or an attribute of one
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import io

@@ -5,8 +5,6 @@
 addresses, and *hold* those that bytes may still move in or out of: held memory is neither given back nor used again.
 """
 
-from __future__ import annotations
-
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable

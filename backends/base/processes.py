@@ -7,8 +7,6 @@ engine that has seen that closes its own end.  So once no connection of this pro
 nothing that dead processes had sent is left to be taken in.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

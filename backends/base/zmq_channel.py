@@ -7,8 +7,6 @@ rank of the same job.  The connection, not the message, says who the sender is. 
 that its process inherits, and end with the job.  Engines keep ports of their own, which this does not protect.
 """
 
-from __future__ import annotations
-
 import os
 import socket as sockets
 import threading

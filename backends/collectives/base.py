@@ -5,8 +5,6 @@ Those of pdsim come with PyTorch, which is imported on the thread that connects 
 loads it.
 """
 
-from __future__ import annotations
-
 import datetime
 import importlib.util
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gloo: groups on host memory, over TCP.  It comes with PyTorch, which is imported on the thread that connects."""
 
-from __future__ import annotations
-
 import ctypes
 import datetime
 import socket

@@ -5,8 +5,6 @@ A group is a communicator of its own, which the ranks make at a store that the f
 default process group is made only where its symmetric memory needs one.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 import socket

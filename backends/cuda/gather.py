@@ -5,8 +5,6 @@ One kernel moves all descriptors of a batch: `backends.cuda.gather_kernel`, in T
 PyTorch does it with index operations, in as many kernels as it needs.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from importlib.util import find_spec
 from typing import Any

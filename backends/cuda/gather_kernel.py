@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel of `backends.cuda.gather`, imported at the first copy; Triton's compiler needs module names."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

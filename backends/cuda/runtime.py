@@ -6,8 +6,6 @@ are asked for from the library that PyTorch uses too. Addresses, streams and eve
 constants are those of CUDA 13 (driver_types.h).
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 from collections.abc import Iterator

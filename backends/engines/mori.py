@@ -7,8 +7,6 @@ wraps, so they are off and ours go over `backends.base.control` after the bytes 
 thread spins on a core from the first connection on.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import os

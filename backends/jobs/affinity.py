@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Placement of ranks on processors, undisturbed processors, and time slices of threads."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

@@ -5,8 +5,6 @@ The order is `Start`, `WorkerReady`, `Go`, `Alive` and `Moved` as often as need 
 comes first from a worker that cannot start.
 """
 
-from __future__ import annotations
-
 import socket
 import struct
 from collections.abc import Mapping

@@ -7,8 +7,6 @@ What makes times uneven is kept away before the program starts: garbage collecti
 longer than asked for, memory that goes back to the system, and processors that another rank uses.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import importlib

@@ -5,8 +5,6 @@ A client that is slow would be measured as a slow server.  So prompts are encode
 collector is off while requests are under way, and how late requests were sent is kept with each (`RequestRow.sent`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 from collections import deque

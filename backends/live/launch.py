@@ -6,8 +6,6 @@ and what ends is every process of it. Should this process be killed, the kernel 
 `write_model` makes the folder of a model with dummy weights and a made-up tokenizer, from its configuration.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@
 simulated, and a run that ``pdsim compare`` and ``pdsim validate`` take as measured.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace

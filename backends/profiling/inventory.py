@@ -7,8 +7,6 @@ sizes, the others in every second one, FP8, and at the end a few of the first ca
 operands would take more than a share of the GPU's memory, since several copies are cycled through.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -6,8 +6,6 @@ case that cannot be measured is a line of the log with the reason.  A process th
 case that it began last, which is why each case is announced before it runs, and each row is flushed.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import sys

@@ -6,8 +6,6 @@ bf16.  There are as many copies as it takes for a call to find nothing of its in
 (`backends.profiling.stopwatch.copies`).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping
 from functools import cache

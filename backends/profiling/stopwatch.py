@@ -6,8 +6,6 @@ copies of its inputs, together larger than the L2 cache, all of them in one grap
 calls as take a while, by CUDA events around them; on a processor they are the time that this thread computed.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from statistics import median

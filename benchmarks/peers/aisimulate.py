@@ -11,8 +11,6 @@ format on four prefill and four decode GPUs, Qwen3-8B on vLLM, without a prefix 
 pdsim in each PYTHON, such as one with the compiled wheel.  docs/performance.md shows data/benchmarks/peers.csv.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import resource

@@ -5,8 +5,6 @@ All ranks run the same points in the same order, so no further agreement is need
 rank returns is about contents and growths only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

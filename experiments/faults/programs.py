@@ -5,8 +5,6 @@ The router keeps what explains a failure, and asks at the end whether all has re
 some first pages of requests, as with a prefix cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any

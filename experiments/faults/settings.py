@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Unusual settings that kinds of `experiments.faults.scenario` make of a deployment and its requests."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from math import inf

@@ -4,8 +4,6 @@
 FOLDER is by default docs/reports.  ``pdsim report RUN --figure claims --format svg`` draws the points of a run.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import asdict
 from pathlib import Path

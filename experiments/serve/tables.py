@@ -6,8 +6,6 @@ uses the same functions, so that simulated and real runs have the same names.  `
 request went, from the labels of its transfers.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import nsmallest

@@ -5,8 +5,6 @@ Written against the waist only.  Between points ranks meet at a `Barrier`, so th
 ready and nothing of the one before under way.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial

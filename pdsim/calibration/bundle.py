@@ -5,8 +5,6 @@
 files of samples, ``doctor.txt`` what works there, and ``hw.yaml`` the machine, where it is a file of the user's own.
 """
 
-from __future__ import annotations
-
 import getpass
 import io
 import json

@@ -6,8 +6,6 @@ the tool calls latency; means stand for medians.  What a tool does not print is 
 that is in the file, or from its defaults.  A new tool is a reader and an entry of `FORMATS`.
 """
 
-from __future__ import annotations
-
 import csv
 import re
 from collections import defaultdict

@@ -5,8 +5,6 @@ Residuals are ``log(model / measured)``, so that a microsecond counts for as muc
 ``soft_l1`` loss, which forgives outliers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias

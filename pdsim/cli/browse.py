@@ -5,8 +5,6 @@ Pages are made when they are asked for, so those of a sweep under way have the p
 machine is answered, under its own name: no page of another site can read them.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from contextlib import suppress

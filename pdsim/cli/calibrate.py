@@ -6,8 +6,6 @@ Both ways end in the same two files: ``NAME.yaml``, which `pdsim.config` lays ov
 are `pdsim.calibration.calibrate`.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import time

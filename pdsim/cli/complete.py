@@ -5,8 +5,6 @@ The work is argcomplete's (extra ``completion``), which takes an argparse parser
 and parses nothing.  ``eval "$(pdsim completion)"`` turns it on in bash and zsh.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@
 Every line is a `backends.diagnosis.Diagnosis`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -4,8 +4,6 @@
 Shares of the time are from the files of the runs, everything else from simulating the runs again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from json import dumps

@@ -6,8 +6,6 @@ the page: the documented options are those parsed and completed.  A new command 
 the folder `pages`, and a function in `pdsim.cli.main`.  Nothing heavy is imported here: ``--help`` answers at once.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache

@@ -5,8 +5,6 @@ Each takes the folders and the options, prints tables itself, and returns the te
 say is made by the room that knows the matter (`pdsim.results`, `pdsim.sweep`, `pdsim.validation`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from json import dumps

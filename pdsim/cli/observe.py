@@ -5,8 +5,6 @@ Logs of requests are read by `backends.live.observed`, logs of transfers by `pds
 them a file is, its content says.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -5,8 +5,6 @@ Ctrl-C is one line and an exit status of ours at any time, before anything has b
 this module is imported before all others, and imports next to nothing.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`pdsim recipe`: the commands or YAML of a deployment become a configuration, and a kept run launch commands."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

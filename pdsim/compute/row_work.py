@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the measured rows of operators had to do, counted as `OperatorForward` counts a model's."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

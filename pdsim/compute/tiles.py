@@ -10,8 +10,6 @@ Forwards and fits count by the same functions.  *processors* is the number of th
 unknown, all tiles run side by side.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import NamedTuple

@@ -4,8 +4,6 @@
 `check` finds typing mistakes: ``hw.nic.rate=400`` means 400 bytes a second to the code, not 400 Gbps.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import typing

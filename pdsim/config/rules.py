@@ -5,8 +5,6 @@
 has the value, the rule and the way out.  Experiments that place ranks in their own way have a function ``check``.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Sequence

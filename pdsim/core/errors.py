@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors of the model and of real engines: a `PdsimError`, of a transfer a `TransferError`; words for messages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 __all__ = [

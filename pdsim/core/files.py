@@ -6,8 +6,6 @@ YAML, by `table` as CSV.  A file that is refused is an `OSError`, as one that ca
 checkout keeps its committed measurements.
 """
 
-from __future__ import annotations
-
 import csv
 import errno
 import gzip

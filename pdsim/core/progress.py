@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far a run is: what experiments say of their steps."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 

@@ -5,8 +5,6 @@ Decimal prefixes are powers of ten (1 GB = 1e9 bytes), binary prefixes powers of
 bits, ``B/s`` bytes.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import sys

@@ -6,8 +6,6 @@ row hold room and buffer.  The dimensions of a mamba layer are few bytes each, s
 layer and dimension.  Used wherever a device keeps contents: on real memory and on the model with ``memory=tracked``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 

@@ -6,8 +6,6 @@ on the job's clock, pages are those of the receiver's or sender's instance, room
 that of the instance that a message is meant for: it may find the next one, which ignores it.
 """
 
-from __future__ import annotations
-
 from enum import IntEnum
 from functools import lru_cache, reduce
 from operator import or_

@@ -5,8 +5,6 @@ Each tier evicts what was used least recently, by itself: a page may be in sever
 offloading connector, LMCache and Mooncake Store.  Unknown here: bytes and time.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 

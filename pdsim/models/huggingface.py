@@ -4,8 +4,6 @@
 Parameters are counted from the widths: of the checkpoints in ``conf/model`` within 2 % of what their cards say.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

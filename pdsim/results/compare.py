@@ -5,8 +5,6 @@ Keys that matter to none of the runs are left out, and so are metrics that none 
 evidence shows no number.  People see units; plain data has base units.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache

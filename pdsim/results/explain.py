@@ -5,8 +5,6 @@ From the rows that the runs kept: phases of requests add up to their end-to-end 
 latency.  What would help takes another simulation: `pdsim.sweep.what_if`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 

@@ -8,8 +8,6 @@ On a terminal rich draws tables and a bar; anywhere else lines are plain, have n
 rich is not imported, which takes longer than many simulations.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import sys

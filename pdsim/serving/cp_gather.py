@@ -10,8 +10,6 @@ in a row, instead of alternating with its layers.
 A page is gathered with the forward that completes it.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from itertools import accumulate
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The instances that serve, start and drain while requests arrive, as a policy of `autoscale` decides."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

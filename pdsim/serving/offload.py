@@ -4,8 +4,6 @@
 `TierScheduler` decides for the instance, `TierMover` moves the bytes of each rank.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial

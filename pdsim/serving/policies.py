@@ -6,8 +6,6 @@ A policy in another package is a class of these methods, registered in its ``pyp
 `experiment.router`, `engine.handoff`.  It decides and changes nothing, and is asked whenever there is a choice.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, cast

@@ -4,8 +4,6 @@
 `measure` runs one point in any process, or takes the results that an earlier process left.
 """
 
-from __future__ import annotations
-
 import shutil
 import time
 import warnings

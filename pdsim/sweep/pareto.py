@@ -6,8 +6,6 @@ GPU, what a provider pays for.  Ranking and front are those of `pdsim.sweep.best
 ``pdsim best`` agree.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path

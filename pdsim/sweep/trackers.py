@@ -6,8 +6,6 @@ A tracker is a function that takes the name of the sweep and returns one that ta
 those that it has already.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any

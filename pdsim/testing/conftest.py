@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs each test of the suite on each implementation in turn."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A group gathers equal pieces in the order of its ranks, on plain and symmetric memory, and notices who is gone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

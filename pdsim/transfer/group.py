@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives over ranks, independent of their endpoints' engine."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from simpy.events import Event

@@ -6,8 +6,6 @@ those that trade against each other make these intervals too wide rather than to
 where it ends and what it costs, which trade most, go to their lower ends together, and to their upper ones.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress

@@ -5,8 +5,6 @@ A *part* of a validation is a load, or single requests of one length, by name; i
 in seconds.  `pdsim.validation.verdicts` judges: a class is a metric, a point is a part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median

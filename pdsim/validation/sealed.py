@@ -5,8 +5,6 @@ Measurements name the hash of the predictions that they were made for, and a fil
 refused.  So a prediction cannot have been adjusted to what was measured.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -5,8 +5,6 @@ It watches by putting functions of its own in the place of methods, which classe
 `refuse_compiled` says so before a run, of which nothing would be right.
 """
 
-from __future__ import annotations
-
 from pdsim.core import clock
 from pdsim.core.errors import ConfigError
 

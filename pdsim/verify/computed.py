@@ -7,8 +7,6 @@ every token in a page, and all of them where state or metadata is read.  And onl
 memory, each marked with the number of the chunk that computed it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@
 `LAWS` names them; `docs/reliability.md` has the table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise

@@ -6,8 +6,6 @@ incarnation is asked whose they are; also one that is gone: what it owned at its
 of its incarnation has ended.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any

@@ -5,8 +5,6 @@ The diagrams are those of `PrefillRequest`, `DecodeRequest` and `Status`; ``over
 go.  What no scenario reaches, no invariant has checked.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

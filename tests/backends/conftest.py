@@ -1,7 +1,5 @@
 """Real targets for the tests of this folder."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Programs for the tests of the supervisor and of single engines."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

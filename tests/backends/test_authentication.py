@@ -3,8 +3,6 @@
 The attacker here is this process.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """What each engine is known to do on this machine, and how the wrapper makes up for it."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Real runs where the machine has run out: of ports, of shared memory, of open files; and clocks that are set."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

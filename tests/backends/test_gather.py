@@ -1,7 +1,5 @@
 """Pieces of a batch as tiles, and PyTorch's copies of them on the host; the kernel is tested where a GPU is."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

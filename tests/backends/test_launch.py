@@ -1,7 +1,5 @@
 """The supervisor and its ranks: how they start, where they run, how they end, and what is said of them."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

@@ -1,7 +1,5 @@
 """`pdsim profile` on the processor: it measures, fits, and writes a file that a simulation uses, as measured."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

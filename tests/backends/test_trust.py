@@ -1,7 +1,5 @@
 """What no process can do to a real run of `serve`: hang it by stopping or killing a rank."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """`pdsim diagnose` names the cause of transfers that were made slow on purpose, and of public ones."""
 
-from __future__ import annotations
-
 import csv
 import json
 import threading

@@ -1,7 +1,5 @@
 """`pdsim diagnose` on real engines: healthy, forced to TCP, and over a link of known rate."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

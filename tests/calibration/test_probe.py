@@ -1,7 +1,5 @@
 """`pdsim probe` keeps what it measured, without names; `calibrate --from` makes files of it that run."""
 
-from __future__ import annotations
-
 import gzip
 import os
 import re

@@ -1,7 +1,5 @@
 """What is said of predictions beside measurements: errors, their intervals, bounds and hashes."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

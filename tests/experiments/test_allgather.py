@@ -1,7 +1,5 @@
 """`experiment=allgather`: exact bandwidths, verified contents, pools that are reserved or grow."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`experiment=capacity`: a bracket that closes, deployments that fit, an answer on any number of processes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`experiment=compare_engines`: every row is what `serve` says of it, and what cannot be is skipped."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from typing import Any
 

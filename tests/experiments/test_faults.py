@@ -1,7 +1,5 @@
 """`experiment=faults`: scenarios are drawn from seeds, clean on the real code, and shrink when they are not."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Which failures faults explain: those of requests that they reached, at their instances, in time."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """`experiment=handoff`: one request at a time, in every way, of exact length on the model and intact on both."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

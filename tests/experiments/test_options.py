@@ -1,7 +1,5 @@
 """Options of experiments that the schema refuses: each names the key, the value and the rule."""
 
-from __future__ import annotations
-
 import pytest
 
 from pdsim.config.compose import compose

@@ -1,7 +1,5 @@
 """What reports say in figures, simulated: the data and the page have what the commands simulate."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The seeds of `experiments.reports` at a small size: what each report claims, and where it does not hold."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any

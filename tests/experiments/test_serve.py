@@ -1,7 +1,5 @@
 """`experiment=serve` on the model: every request accounted for, times that add up, ranks and links that fail."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which way the KV of `experiment=serve` goes, between unlike sides, in how many descriptors, and intact."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

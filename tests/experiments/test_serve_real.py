@@ -1,7 +1,5 @@
 """`experiment=serve` on the real engines: hybrid models between unlike ranks, every byte compared on arrival."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -3,8 +3,6 @@
 Every page is accounted for, whether prefill pushes or decode pulls.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """`experiment=transfer` on the model: exact times, every pattern, verified bytes, lost ranks, files of points."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise

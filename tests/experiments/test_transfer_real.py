@@ -1,7 +1,5 @@
 """`experiment=transfer` on the real engines: the same programs, real bytes, and a rank that is really killed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`pdsim validate`: predictions on disk before anything is measured, and compared as they were."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

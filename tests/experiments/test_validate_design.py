@@ -1,7 +1,5 @@
 """What a validation runs on a machine of so many GPUs when nothing is said."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Validation of serving: predicted with a hash, measured on a real server on the processor, compared."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

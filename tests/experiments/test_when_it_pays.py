@@ -1,7 +1,5 @@
 """When disaggregation pays: what others published, in sign and order (docs/validation.md says what falls short)."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

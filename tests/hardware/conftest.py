@@ -1,7 +1,5 @@
 """Tests that need an NVIDIA GPU: skipped, with the reason, elsewhere."""
 
-from __future__ import annotations
-
 import pytest
 
 from backends.diagnosis import devices

@@ -1,7 +1,5 @@
 """A GPU's memory, and copies within it: the fused kernel, PyTorch and numpy agree byte for byte."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

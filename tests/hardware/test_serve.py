@@ -1,7 +1,5 @@
 """KV handed over between GPUs: unlike ranks, every path and way of metadata, each byte compared on arrival."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

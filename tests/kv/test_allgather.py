@@ -1,7 +1,5 @@
 """The padded all-gather: whatever the lengths, every row of the batch comes from one place, and no padding."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Where keys, values and state lie, and which rank writes which of them to whom."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

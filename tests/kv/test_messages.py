@@ -1,7 +1,5 @@
 """Messages have a type, a schema and a version, or are refused; the status of a room, on a rank and of a group."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from hashlib import sha256
 from itertools import product

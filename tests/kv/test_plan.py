@@ -1,7 +1,5 @@
 """Writes and descriptors: how many the reference counts, and that they move every byte to where it belongs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import NamedTuple
 

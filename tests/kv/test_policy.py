@@ -1,7 +1,5 @@
 """What SGLang's environment variables mean, as keys."""
 
-from __future__ import annotations
-
 import pytest
 
 from pdsim.core.errors import ConfigError

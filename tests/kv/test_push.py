@@ -1,7 +1,5 @@
 """Sender and receiver over the modelled waist: order, counts, failures, queues, and when memory is used again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any

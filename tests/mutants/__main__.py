@@ -1,7 +1,5 @@
 """Catch every mutant and write `data/benchmarks/mutants.csv`: ``python -m tests.mutants``."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 

@@ -6,8 +6,6 @@ from those that need not be run; they count as seeds all the same.  What is too 
 *setting* of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace as replaced
 from functools import partial

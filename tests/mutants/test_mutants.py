@@ -1,7 +1,5 @@
 """Every known defect of KV handoffs, put into our own code, is caught by the invariant that it breaks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A request's KV handed over between unlike ranks over RDMA verbs, every byte compared on arrival."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`pdsim report --serve`: a sweep is explored in a browser, on loopback alone."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import re

@@ -1,7 +1,5 @@
 """A result says what it rests on: every source, the weakest kind, and where it goes beyond the samples."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

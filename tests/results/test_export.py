@@ -1,7 +1,5 @@
 """`pdsim export`: a run in the formats of other tools, read again where pdsim reads them."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

@@ -1,7 +1,5 @@
 """`pdsim report`: pages of runs, sweeps and validations that need nothing beside them, and figures as files."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

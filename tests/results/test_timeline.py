@@ -1,7 +1,5 @@
 """`pdsim timeline`: the trace-event format kept to the letter, and what the rows of a run say, nothing else."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections import Counter

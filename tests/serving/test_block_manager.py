@@ -1,7 +1,5 @@
 """Pages of a scheduler, and what a prefix cache has: whole blocks from the start, the oldest use evicted first."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Prefix caches of instances: exact times of prompts that begin alike, what is computed, sent and evicted."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

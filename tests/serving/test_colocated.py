@@ -1,7 +1,5 @@
 """Engines that prefill and decode in the same steps: every time is the sum of the steps that led there."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """How long a forward takes, checked against sums done by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

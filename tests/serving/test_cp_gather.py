@@ -1,7 +1,5 @@
 """The all-gather of context-parallel prefill: exact times on the path of a request, and bytes that are compared."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

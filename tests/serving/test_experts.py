@@ -1,7 +1,5 @@
 """Experts on other ranks: what tokens send to them, by hand, beside DeepEP's table, and on the links of a model."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

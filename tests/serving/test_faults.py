@@ -1,8 +1,6 @@
 """Instances that are killed, start again or are refused, users who leave, and time limits: what becomes of requests
 and pages, on the model, in exact times."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Forwards of a long prompt that ranks are told of at once, beside the same ones told of one by one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

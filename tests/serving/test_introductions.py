@@ -1,7 +1,5 @@
 """The first room of two instances introduces their ranks; what is there before they are connected waits for that."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace

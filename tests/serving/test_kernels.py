@@ -1,7 +1,5 @@
 """Forwards by operators: the sum that docs/model.md names, and fits that find again what rows were made of."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The offered load in closed form, against queues whose load, waiting time and stability are known."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise

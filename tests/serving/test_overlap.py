@@ -1,7 +1,5 @@
 """Sending while computing: layers as they are computed, and cached pages before; the overlap in closed form."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

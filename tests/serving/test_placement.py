@@ -1,7 +1,5 @@
 """Where ranks run and how much memory they get."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

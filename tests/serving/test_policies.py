@@ -1,7 +1,5 @@
 """Scheduling and router policies: those that come with pdsim, and one that a package of somebody else brings."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace

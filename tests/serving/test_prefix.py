@@ -1,7 +1,5 @@
 """A decode instance that holds the first pages of a request already receives only the rest."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

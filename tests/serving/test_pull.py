@@ -1,7 +1,5 @@
 """The pulled handoff: contents, leases, and readers and sources that end, on the model in exact times."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

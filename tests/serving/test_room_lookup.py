@@ -1,7 +1,5 @@
 """Decode asks which prefill group has a room: in batches, again for what is not known yet, and not for ever."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

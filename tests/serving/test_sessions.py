@@ -1,7 +1,5 @@
 """Closed loops: a user's next turn comes a think time after the last token of the one before, exactly."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -4,8 +4,6 @@ What comes for a room that has one, that was given up or that is over must neith
 revive it (the stale-metadata guard of SGLang's MORI backend).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

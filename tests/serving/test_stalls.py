@@ -1,7 +1,5 @@
 """When the router gives requests up as stalled: not while somebody works for them, or owes it an answer."""
 
-from __future__ import annotations
-
 import pytest
 
 from experiments.faults.scenario import attempt, draw

@@ -1,7 +1,5 @@
 """Decode steps in closed form give the times of stepping one by one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Several tenants at once: their requests, their limits, and what share of each meets its own."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Prefixes in host memory, on SSDs and in a remote store: exact times, what is found where, and who shares it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tiles by hand: turns of multiprocessors, their depth, and tiles that drawn rows need."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Traces are read as they are, what is wrong in them is named; generated arrivals have the right statistics."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path

@@ -3,8 +3,6 @@
 Ports carry 100 bytes/s each way, memories 1000.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

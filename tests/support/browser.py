@@ -1,7 +1,5 @@
 """A page in headless Chromium: what it asks the network for, what it complains of, and what it shows."""
 
-from __future__ import annotations
-
 import json
 import os
 import select

@@ -1,7 +1,5 @@
 """The configuration that overrides compose, without the checks of the command line."""
 
-from __future__ import annotations
-
 from functools import cache
 
 from pdsim.config import Config, load

@@ -1,7 +1,5 @@
 """A small machine, configuration and result that the tests of several rooms share."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Fenced blocks of a Markdown page, and the shell commands in them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

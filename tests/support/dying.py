@@ -1,7 +1,5 @@
 """Ranks of real engines that are killed in mid-transfer, however quick or slow the machine is."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import pkgutil

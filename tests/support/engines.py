@@ -1,7 +1,5 @@
 """The built-in engines, as tests of more than one room run them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

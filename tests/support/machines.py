@@ -1,7 +1,5 @@
 """Small machines with round numbers, so that times can be worked out by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Packages of `examples/`, installed as anybody would install them, but without a network."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

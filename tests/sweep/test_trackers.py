@@ -1,7 +1,5 @@
 """`pdsim sweep --track`: a tracker gets each point of a sweep once, and cannot end it."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -8,8 +8,6 @@ library.  It says ``ready`` on the FIFO ``FOLDER/answers``, takes the paths of j
 ``done`` after each.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import pickle

@@ -6,8 +6,6 @@ libraries that the wheel was linked against, and stand-ins for ROCm that say tha
 made from packages and kept in the user's cache; nothing is installed, mounted or changed outside it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -9,8 +9,6 @@ where it was) or *cut* (what is on the wire then is lost, as is what is sent).
 Nothing but the standard library is imported, so that the process is up at once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

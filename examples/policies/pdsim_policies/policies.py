@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A scheduling policy and a router policy."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from pdsim.serving.policies import FirstCome, Prompt

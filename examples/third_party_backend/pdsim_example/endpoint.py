@@ -10,8 +10,6 @@ What there is to know of it:
 - Any process of the same user may be written to unless Yama forbids it; ours allow it (``PR_SET_PTRACER``).
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from typing import Any

@@ -6,8 +6,6 @@ inputs and outputs are log-normal, means near 1,400 and 180 tokens, as short cha
 `random.random` is drawn from, whose sequence Python promises to keep.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -13,8 +13,6 @@ Pages that may still be read are never handed out again: a room that ends early 
 or, if the reader is gone, until every prefill rank has proof that nothing of it moves.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from pdsim.core.clock import ExpiringMap, Timers

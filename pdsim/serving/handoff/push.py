@@ -14,8 +14,6 @@ Pages at decode that may still be written are never handed out again: a room tha
 `RankQuiesced` or, if its prefill instance is gone, until every decode rank has proof that nothing of it moves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups of ranks: what arrives, what is refused, and what a rank sees that is left alone."""
 
-from __future__ import annotations
-
 import os
 import signal
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that come and go, talk, and use their device."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from pdsim.core.errors import PdsimError

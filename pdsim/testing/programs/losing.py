@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that are lost, stopped or late, and what their peers see.  Durations are in units of `PATIENCE`."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections import deque

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that move bytes and attach notifications; what they write to is mostly `be_target`."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from pdsim.testing.programs.tools import (

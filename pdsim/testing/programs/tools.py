@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the suite's programs share: mail by sender, connected pairs, the target of most tests, patterns, batches."""
 
-from __future__ import annotations
-
 import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Sequence

@@ -1,7 +1,5 @@
 """The client against llama.cpp's server: what it measures, and how everything that goes wrong becomes a row."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 

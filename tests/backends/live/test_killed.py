@@ -1,7 +1,5 @@
 """A live run that is killed, at any moment, keeps every request that had ended."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """Servers that lie: each request ends with a reason, soon, and the run goes on."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 from itertools import repeat

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What servers report of themselves over HTTP stands beside what the client measured."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

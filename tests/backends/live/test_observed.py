@@ -1,7 +1,5 @@
 """What deployments log becomes a workload and a measured run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
