@@ -193,6 +193,48 @@ def test_variables_of_the_library_choose_the_wire(tls: str, force: str, connecto
     compose([*recipe.words, "workload=smoke"])
 
 
+LMCACHE = (
+    "LMCACHE_MAX_LOCAL_CPU_SIZE=18 LMCACHE_LOCAL_DISK=file:///kv LMCACHE_MAX_LOCAL_DISK_SIZE=36 "
+    "LMCACHE_REMOTE_URL=lm://store vllm serve Qwen/Qwen3-8B -tp=2 --kv-transfer-config "
+    """'{"kv_connector": "MultiConnector", "kv_role": "kv_%s", "kv_connector_extra_config": {"connectors": """
+    """[{"kv_connector": "NixlConnector"}, {"kv_connector": "LMCacheConnectorV1"}]}}'"""
+)
+HICACHE = "python -m sglang.launch_server --model-path Qwen/Qwen3-8B --tp 2 --enable-hierarchical-cache "
+TOKEN = 147_456  # bytes of Qwen3-8B's KV: 36 layers, 8 heads of 128, K and V
+
+
+@pytest.mark.parametrize(
+    ("text", "tiers"),
+    [
+        ("vllm serve Qwen/Qwen3-8B -tp=2 --kv-offloading-size 9", {"host": 9 * 2**30 // TOKEN}),
+        (
+            """vllm serve Qwen/Qwen3-8B --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": """
+            """"kv_both", "kv_connector_extra_config": {"num_cpu_blocks": 1000}}'""",
+            {"host": 16000},
+        ),
+        (
+            f"{LMCACHE % 'producer'} &\n{LMCACHE % 'consumer'}",
+            {"chunk": 256, "host": 36 * 2**30 // TOKEN, "ssd": 72 * 2**30 // TOKEN, "remote": 10**9},
+        ),
+        (HICACHE + "--hicache-size 9", {"host": 18 * 10**9 // TOKEN}),
+        (
+            f"{HICACHE}--disaggregation-mode prefill --hicache-storage-backend mooncake "
+            "--hicache-write-policy write_back\npython -m sglang.launch_server --model-path Qwen/Qwen3-8B --tp 2 "
+            "--disaggregation-mode decode",
+            {"host_ratio": 2, "write": "back", "remote": 10**9, "prefetch": "best_effort"},
+        ),
+    ],
+    ids=["vllm", "connector", "lmcache", "hicache", "hicache pair"],
+)
+def test_flags_of_offloading_become_tiers(text: str, tiers: dict[str, object]):
+    recipe = translated(servers(text), hw="2x8xh100")
+    found = dict(word.removeprefix("cache.").split("=") for word in recipe.words if word.startswith("cache."))
+    assert {key: float(word) if word[0].isdigit() else word for key, word in found.items()} == tiers
+    config = compose([*recipe.words, "workload=smoke"])
+    what = job(config, config.experiment)
+    assert what.cache.host == tiers.get("host", 2 * what.prefill_pages * what.page_size)
+
+
 BRANCHES = """
 if [[ "$MODEL" != /* ]]; then hf download "$MODEL"; fi
 CONTEXT=""

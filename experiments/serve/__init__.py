@@ -293,6 +293,9 @@ def _job(config: Config, options: ServeOptions) -> Deployment:
         pages = pages_per_rank(side, config.model, shape, hw, kv, config.scheduler, ranks)
         return max(1, pages // block) * block
 
+    pages, tiers = pool(parallel.prefill, blocks[0], smaller, whole if comes else shape), config.cache
+    if tiers.host_ratio and not tiers.host:
+        tiers = replace(tiers, host=tiers.host_ratio * pages * size)
     return Deployment(
         prefill=Grid(parallel.prefill.attention_tp, parallel.prefill.pp, parallel.prefill.cp),
         prefill_dp=parallel.prefill.dp,
@@ -308,7 +311,7 @@ def _job(config: Config, options: ServeOptions) -> Deployment:
         page_size=size,
         prefill_block=blocks[0],
         decode_block=blocks[1],
-        prefill_pages=pool(parallel.prefill, blocks[0], smaller, whole if comes else shape),
+        prefill_pages=pages,
         decode_pages=pool(parallel.decode, blocks[1], config.hw),
         slots=2 * config.scheduler.decode_batch,
         chunk=config.engine.step_tokens or config.scheduler.chunk,
@@ -336,7 +339,7 @@ def _job(config: Config, options: ServeOptions) -> Deployment:
         waiting_timeout=options.waiting_timeout,
         engine=config.engine,
         layerwise=config.kv.layerwise,
-        cache=config.cache,
+        cache=tiers,
         autoscale=config.autoscale,
         seed=config.seed,
     )
@@ -359,7 +362,7 @@ def _gather(config: Config) -> CpGather | None:
 def _check_cache(config: Config, job: Deployment) -> None:
     if config.cache.early and config.cache.found == "scheduled":
         raise ValueError("cache.early sends pages at once, and those of cache.found=scheduled are not computed yet")
-    tiers = config.cache
+    tiers = job.cache
     if tiers.tiered and config.target != "model":
         raise ValueError("cache.host, cache.ssd and cache.remote have target=model; leave them at 0")
     token = job.shape.token_bytes(job.prefill.tp) * job.prefill.tp
@@ -510,7 +513,7 @@ def result(
             *tables.path_metrics(taken),
             *tables.load_metrics(offered),
             *tables.prefix_metrics(requests, what),
-            *tables.cache_metrics(columns),
+            *tables.cache_metrics(columns, what),
             *more[0],
             *scaled_parts[0],
         ],

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from pdsim.core.units import format_time
 from pdsim.kv.messages import ROUTER
 from pdsim.kv.plan import PATHS
+from pdsim.kv.tiers import TIERS
 from pdsim.results.record import Metric, Table, distribution, intervals, mean, percentile, trend
 from pdsim.serving.block_manager import hit_share
 from pdsim.serving.deployment import Deployment
@@ -186,19 +187,22 @@ def cached(outcome: Outcome, count: int) -> dict[str, list[Any]]:
     return hits
 
 
-def cache_metrics(table: Columns) -> list[Metric]:
-    """Return the share of prompt tokens that the prefix caches had, for each side with a cache."""
+def cache_metrics(table: Columns, job: Deployment) -> list[Metric]:
+    """Return the share of prompt tokens that each prefix cache had, and what came from tiers below GPU memory."""
     rules = {
         "prefill": "share of prompt tokens that prefill had cached, and did not compute",
         "decode": "share of prompt tokens that decode had cached, and was not sent",
+        **{tier: f"share of prompt tokens that came from tier {tier!r}" for tier in TIERS},
     }
+    token = job.shape.token_bytes(job.prefill.tp) * job.prefill.tp
     metrics = []
     for side in (side for side in rules if table.get(f"cached_{side}")):
         rows = zip(table[f"cached_{side}"], table["input"], strict=True)
         known = [(hit, tokens) for hit, tokens in rows if hit is not None]
-        total = sum(tokens for _, tokens in known)
-        share = sum(hit for hit, _ in known) / total if total else None
-        metrics.append(Metric(f"prefix_hit_{side}", share, rules[side]))
+        hits, total = sum(hit for hit, _ in known), sum(tokens for _, tokens in known)
+        metrics.append(Metric(f"prefix_hit_{side}", hits / total if total else None, rules[side]))
+        if side in TIERS:
+            metrics.append(Metric(f"tier_bytes_{side}", hits * token, f"bytes of KV read from tier {side!r}"))
     return metrics
 
 

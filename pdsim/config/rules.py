@@ -107,12 +107,12 @@ def _parts(config: Config) -> Iterator[str]:
 
 def _tiers(config: Config) -> Iterator[str]:
     cache, page = config.cache, config.kv.page_size
-    used = [f"cache.{tier}={tokens:g}" for tier in TIERS if (tokens := getattr(cache, tier))]
+    used = [f"cache.{tier}={size:g}" for tier in (*TIERS, "host_ratio") if (size := getattr(cache, tier))]
     if not used:
         return
     if not cache.prefill:
         yield f"{used[0]} keeps what prefill caches; set cache.prefill=true"
-    if cache.prefetch != "none" and not cache.host:
+    if cache.prefetch != "none" and not (cache.host or cache.host_ratio):
         yield f"cache.prefetch={cache.prefetch} reads into host memory; set cache.host, or cache.prefetch=none"
     if cache.chunk > page and cache.chunk % page:
         yield f"cache.chunk={cache.chunk} must be whole pages of kv.page_size={page}"

@@ -22,8 +22,10 @@ from typing import Any
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError, near
 from pdsim.core.files import bounded_yaml
+from pdsim.kv.layout import KvShape
 from pdsim.kv.policy import VARIABLES, described
 from pdsim.models.huggingface import expanded
+from pdsim.models.llm import DTYPES
 
 STARTS = (
     ("vllm", re.compile(r"vllm serve|-m vllm\.entrypoints\.\S+|-m dynamo\.vllm")),
@@ -88,14 +90,19 @@ class Server:
         return "headless" in self.flags or rank not in ("0", "")
 
     @property
-    def transfer(self) -> Mapping[str, Any]:
-        """The content of ``--kv-transfer-config``; of a connector of several the first of them."""
+    def connectors(self) -> Sequence[Mapping[str, Any]]:
+        """The connectors of ``--kv-transfer-config``: those of a connector of several, or the one."""
         try:
             made = json.loads(self.flags.get("kv-transfer-config") or "{}")
         except ValueError as error:
             raise ConfigError(f"--kv-transfer-config is not JSON: {error}; quote it as in a shell") from None
         inner = made.get("kv_connector_extra_config", {}).get("connectors") or [made]
-        return {**made, **inner[0]}
+        return [{**made, **each} for each in inner]
+
+    @property
+    def transfer(self) -> Mapping[str, Any]:
+        """The first of `connectors`, which moves KV between servers."""
+        return self.connectors[0]
 
 
 @dataclass(frozen=True)
@@ -423,7 +430,73 @@ def _whole(engine: str, by_side: Mapping[str, Server], instances: Mapping[str, i
         config["compute.attention"] = "triton"
     if pair and (backend := _backend(engine, prefill)):
         config["backend"] = backend
+    if config["cache"] == engine:
+        tiers = _tiers(engine, prefill, config)
+        config |= tiers if pair else {key: size for key, size in tiers.items() if key.startswith("cache.host")}
     return config
+
+
+_GIB = 2.0**30
+_UNBOUNDED = 1e9
+"""Tokens of a store whose size no flag says: it is never full."""
+
+
+def _tiers(engine: str, server: Server, config: Mapping[str, Any]) -> dict[str, Any]:
+    # Tiers below GPU memory, in tokens of an instance.  Sizes are of all ranks (vllm/config/cache.py), of each in GB
+    # (sglang's mem_cache/memory_pool_host.py), of each in GiB (LMCache).
+    flags, tp = server.flags, config["parallel.prefill.tp"] // config.get("parallel.prefill.dp", 1)
+    rank = _token_bytes(config, tp)
+    if engine == "sglang":
+        if "enable-hierarchical-cache" not in flags:
+            return {}
+        size = _number("hicache-size", flags.get("hicache-size") or "0")
+        ratio = _number("hicache-ratio", flags.get("hicache-ratio") or "2")
+        tiers: dict[str, Any] = {"cache.host": size * 1e9 // rank} if size else {"cache.host_ratio": ratio}
+        if policy := flags.get("hicache-write-policy"):
+            tiers["cache.write"] = {"write_through": "through", "write_through_selective": "selective"}.get(
+                policy, "back"
+            )
+        if storage := flags.get("hicache-storage-backend"):
+            tiers["cache.ssd" if storage == "file" else "cache.remote"] = _UNBOUNDED
+            tiers["cache.prefetch"] = flags.get("hicache-storage-prefetch-policy", "best_effort")
+        return tiers
+    tiers = {}
+    if size := _number("kv-offloading-size", flags.get("kv-offloading-size") or "0"):
+        tiers["cache.host"] = size * _GIB // (rank * tp)
+    for connector in server.connectors:
+        more, name = connector.get("kv_connector_extra_config") or {}, connector.get("kv_connector")
+        if name == "OffloadingConnector" and "cpu_bytes_to_use" in more:
+            tiers["cache.host"] = float(more["cpu_bytes_to_use"]) // (rank * tp)
+        elif name == "OffloadingConnector" and "num_cpu_blocks" in more:
+            tiers["cache.host"] = float(more["num_cpu_blocks"]) * int(config.get("kv.page_size", 16))
+        elif name in ("LMCacheConnectorV1", "LMCacheConnector"):
+            tiers |= _lmcache(server.environment, rank)
+    return tiers
+
+
+def _lmcache(environment: Mapping[str, str], rank: float) -> dict[str, Any]:
+    # its variables; a file that LMCACHE_CONFIG_FILE names is not read
+    def size(name: str, usual: str) -> float:
+        return _number(name, environment.get(name, usual)) * _GIB // rank
+
+    tiers: dict[str, Any] = {"cache.chunk": int(environment.get("LMCACHE_CHUNK_SIZE", "256"))}
+    if environment.get("LMCACHE_LOCAL_CPU", "true").lower() not in _NO:
+        tiers["cache.host"] = size("LMCACHE_MAX_LOCAL_CPU_SIZE", "5")
+    if environment.get("LMCACHE_LOCAL_DISK"):
+        tiers["cache.ssd"] = size("LMCACHE_MAX_LOCAL_DISK_SIZE", "0")
+    if environment.get("LMCACHE_REMOTE_URL"):
+        tiers["cache.remote"] = _UNBOUNDED
+    return tiers
+
+
+def _token_bytes(config: Mapping[str, Any], tp: int) -> int:
+    model = str(config["model"])
+    values = _shipped(model) or expanded({"path" if model.startswith(".") else "id": model})
+    kind = str(config.get("model.kv_dtype") or values.get("kv_dtype") or "")
+    size = DTYPES.get(kind, int(config.get("model.dtype_bytes") or values.get("dtype_bytes", 2)))
+    latent = int(values.get("latent_dim", 0)) * size if values.get("attention") == "mla" else 0
+    shape = KvShape(int(values["layers"]), int(values["kv_heads"]), int(values["head_dim"]) * size, latent)
+    return shape.token_bytes(tp)
 
 
 def _graph_tokens(flags: Mapping[str, str]) -> int:

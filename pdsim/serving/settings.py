@@ -133,6 +133,7 @@ class Cache:
     host: Count = 0
     ssd: Count = 0
     remote: Count = 0
+    host_ratio: NotNegative = 0.0  # without *host*: that as so many times the pool of KV (--hicache-ratio of SGLang)
     shared: bool = False  # host memory and SSDs are one pool of all instances; cards reach those of other nodes
     chunk: PositiveInt = 1  # tokens of an object, which is found whole or not: LMCache has 256; at least a page
     # when pages are written to the tiers, as SGLang's --hicache-write-policy: once computed, found again, or evicted
@@ -146,7 +147,7 @@ class Cache:
     @property
     def tiered(self) -> bool:
         """Whether what prefill caches has a tier below GPU memory."""
-        return self.prefill and self.host + self.ssd + self.remote > 0
+        return self.prefill and self.host + self.host_ratio + self.ssd + self.remote > 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ import pytest
 
 from experiments.faults.scenario import attempt, draw
 from experiments.serve import ServeOptions, job, specs
+from experiments.serve.tables import cache_metrics
 from pdsim.config import rules
 from pdsim.core.clock import Clock
 from pdsim.core.errors import ConfigError
@@ -47,6 +48,16 @@ def test_a_tier_is_read_in_its_exact_time(tier: str, rate: float):
     assert (row["cached_prefill"], row[f"cached_{tier}"]) == (HIT, HIT)
     assert row["load"] == pytest.approx(load, rel=1e-9)
     assert before_decode(row) == pytest.approx(load + what.prefill_time.prefill(FORWARD), rel=1e-6)
+
+
+def test_a_summary_says_what_each_tier_gave():
+    config = configured(cache=replace(PREFILL, host_ratio=2.0))
+    what = job(config, config.experiment)
+    assert what.cache.host == 2 * what.prefill_pages * what.page_size
+    table = {"cached_prefill": [0, 30], "cached_host": [0, 20], "input": [60, 40]}
+    found = {each.name: each.value for each in cache_metrics(table, what)}
+    token = what.shape.token_bytes(what.prefill.tp) * what.prefill.tp
+    assert found == {"prefix_hit_prefill": 0.3, "prefix_hit_host": 0.2, "tier_bytes_host": 20 * token}
 
 
 def test_objects_of_several_pages_are_found_whole():
