@@ -560,13 +560,14 @@ class PrefixPagePool(PagePool):
         if self._write == "through":
             self._send(keys, begin)
 
-    def written(self, keys: Iterable[int]) -> None:
+    def written(self, keys: Sequence[int]) -> None:
         """Let the pages of *keys* go, which have been written or have come: until now they were in use."""
-        for key in keys:
+        for key in reversed(keys):  # the end of the prompt is evicted first
             if key in self._writing:
                 self._writing.remove(key)
                 self._cached[key].here = True
                 self._leave(key)
+        self._keep_to_limit()
 
     def is_whole(self) -> bool:
         """As `PagePool.is_whole`; what is being written has an owner, too."""
@@ -589,8 +590,7 @@ class PrefixPagePool(PagePool):
         for key in reversed(keys):  # the end of the prompt is evicted first
             if key is not None:
                 self._leave(key)
-        while self._limit and len(self._idle) > self._limit:
-            self._evict()
+        self._keep_to_limit()
 
     def take(self, count: int) -> Pages:
         """Return pages as `PagePool.take` does, cached ones without a user if there are too few others."""
@@ -603,6 +603,10 @@ class PrefixPagePool(PagePool):
         cached.users -= 1
         if not cached.users:
             self._idle[key] = None
+
+    def _keep_to_limit(self) -> None:
+        while self._limit and len(self._idle) > self._limit:
+            self._evict()
 
     def _send(self, keys: Sequence[int], begin: int) -> None:
         # Those of whole objects that a tier lacks; their pages stay until they are written.

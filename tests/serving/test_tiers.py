@@ -183,6 +183,16 @@ def test_a_page_that_comes_stays_until_it_is_here():
     assert pool.is_whole()
 
 
+def test_a_limit_holds_for_pages_that_tiers_have_taken():
+    pool = PrefixPagePool(6, limit=2, tiers=Tiers({"host": PageStore(8)}))
+    pool.reuse(1, 5, [])
+    pool.commit(1, [1, 2, 3, 4])
+    pool.store(1, [1, 2, 3, 4])
+    pool.release(1)
+    pool.written([1, 2, 3, 4])
+    assert (pool.cached, pool.match([1, 2, 3, 4]), pool.free) == (2, 2, 6)
+
+
 def test_a_page_that_is_not_computed_yet_is_not_written():
     pool = PrefixPagePool(6, tiers=Tiers({"host": PageStore(8)}), write="selective")
     pool.reuse(1, 3, [])
