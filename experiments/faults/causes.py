@@ -181,7 +181,7 @@ class Causes:
         self._outages = outages(self._scenario.kill, self._scenario.restart, dead, self._scenario.faults.absences)
         again = self._scenario.restart
         self._left = {
-            name: Span(at, max(again[rank] for rank in self._scenario.job.ranks(name)) + RECONNECTED)
+            name: Span(at, max(again.get(rank, inf) for rank in self._scenario.job.ranks(name)) + RECONNECTED)
             for at, name, what in value["changes"]
             if what == "left"
         }
@@ -237,9 +237,20 @@ class Causes:
         return passes * engine.proxy * (1.0 + engine.variation) > engine.lease - engine.heartbeat
 
     def unrecovered(self, outcome: Outcome) -> Iterator[str]:
-        """Yield each pair of instances that lives at the end and has not served its probe."""
+        """Yield each pair that lives at the end and has not served its probe, and who never stops draining."""
         value = outcome.ranks[ROUTER].value
         dead = {instance_of(name) for name, rank in outcome.ranks.items() if rank.error}
+        dead |= {name for name, span in self._left.items() if span.end == inf}
+        limits = {name: seconds for name, _, seconds in self._scenario.specs[0].arguments["drains"]}
+        began: dict[str, float] = {}
+        for at, instance, what in value["changes"] if value else ():
+            since = began.pop(instance, at)
+            if what == "draining":
+                began[instance] = at
+            elif what == "left" and at - since > limits[instance] + 1e-9:
+                yield f"{instance} leaves after {at - since:g} s, and may drain for {limits[instance]:g}"
+        for instance in began:
+            yield f"{instance} has drained for longer than it may, and serves nobody"
         for prefill, decode, status in value["probes"] if value else ():
             if status != "ok" and not {prefill, decode} & dead:
                 yield f"{prefill} and {decode} live, and a request that they were given ended so: {status}"

@@ -83,7 +83,7 @@ KINDS = {
     "siblings": "all instances of a side are lost, and start again",
     "stale": "a killed rank's messages arrive after its restart",
     "rings": "staged writes end late",
-    "changes": "instances drain, leave and join again",
+    "changes": "instances drain, leave, join again, and are lost",
     "sizes": "pages of two sizes",
     "drafts": "speculative decoding; descriptor lists",
 }
@@ -283,8 +283,12 @@ def draw(
         faults = replace(faults, stale=tuple(_stale(random("stale"), ranks, kill, restart, requests[0].arrival)))
     drains = _drains(random, job, span, {*kill, *(each.rank for each in faults.absences)})
     drains = drains if "changes" in kinds else {}
-    for instance, at in drains.items():  # by then it has ended, or it stays
-        restart |= dict.fromkeys(job.ranks(instance), at + 2 * DEADLINE + 1.0)
+    for instance, (at, _, fate, later) in drains.items():
+        again = at + 2 * DEADLINE + 1.0  # by then it has ended, or it stays
+        if fate != "goes":
+            restart |= dict.fromkeys(job.ranks(instance), again)
+        if fate == "is lost":
+            kill[list(job.ranks(instance))[-1]] = again + later
     ends = [each.end for each in (*faults.slow, *faults.squeezes, *faults.absences)]
     calm = max([requests[-1].arrival, *kill.values(), *restart.values(), *ends]) + DEADLINE
     specs = serve.specs(config, job, requests)
@@ -295,7 +299,7 @@ def draw(
     if "nodes" in kinds:
         faults = replace(faults, squeezes=tuple(_beside(squeeze, specs) for squeeze in faults.squeezes))
     arguments = dict(specs[0].arguments) | {"leaves": [[number, at] for number, at in cancels.items()], "calm": calm}
-    arguments |= {"drains": [(instance, at, DEADLINE) for instance, at in drains.items()]}
+    arguments |= {"drains": [(instance, at, seconds) for instance, (at, seconds, *_) in drains.items()]}
     specs[0] = replace(specs[0], program="experiments.faults.programs:router", arguments=arguments)
     sides = f"{_side(config.parallel.prefill)} to {_side(config.parallel.decode)}"
     text = f"{sides}, page_size={job.page_size}, pages={job.prefill_pages}/{job.decode_pages}"
@@ -519,14 +523,21 @@ def _losses(
     return kill, restart
 
 
-def _drains(random: Draw, job: Deployment, span: float, disturbed: Collection[str]) -> dict[str, float]:
-    # One to all instances that nothing else ends, half of the time at the same instant.
+def _drains(
+    random: Draw, job: Deployment, span: float, disturbed: Collection[str]
+) -> dict[str, tuple[float, float, str, float]]:
+    # One to all instances that nothing else ends, half of the time at the same instant: when each begins to drain,
+    # how long it may, and whether it joins again, goes, or joins and is lost so many seconds later.
     own, lost = random("changes"), {instance_of(name) for name in disturbed}
     able = [name for name in (*job.prefills, *job.decodes) if name not in lost]
     many = int(own.integers(1, max(1, len(able)) + 1))
     chosen = [able[number] for number in sorted(own.permutation(len(able))[:many].tolist())]
     times = own.uniform(0.0, span, len(chosen)).tolist()
-    return dict(zip(chosen, times[:1] * len(chosen) if own.random() < 0.5 else times, strict=True))
+    times = times[:1] * len(chosen) if own.random() < 0.5 else times
+    seconds = (DEADLINE * 10 ** own.uniform(-3.0, 0.0, len(chosen))).tolist()
+    fates = own.choice(["joins", "goes", "is lost"], len(chosen), p=[0.5, 0.25, 0.25]).tolist()
+    later = own.uniform(0.0, DEADLINE, len(chosen)).tolist()
+    return dict(zip(chosen, zip(times, seconds, fates, later, strict=True), strict=True))
 
 
 def _stale(

@@ -58,7 +58,7 @@ INVARIANTS = {
     "I6": "First-token metadata is read from, lands in, and is taken from its room's slot.",
     "I7": "The ranks of a group process the same chunks and pages in one order.",
     "I8": "At the end no pages, slots, ring bytes, memory or outstanding tokens are left; no container has grown.",
-    "I9": "At the end every pair of live instances is connected and serves its probe.",
+    "I9": "At the end every pair of live instances is connected and serves its probe; drains end in time.",
     "I10": "Prefill sends only what finished forwards have computed.",
     "I11": "A request is sent anew only after a loss, in another room, as often as it may be.",
     "I12": "Who has work is awake: pages out of quarantine, and free staging slots, go to whoever waits.",

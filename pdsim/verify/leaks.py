@@ -17,6 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from pdsim.kv.messages import ROUTER
 from pdsim.kv.pages import PrefixPagePool, SlotPool
 from pdsim.serving.router import Router
 
@@ -95,6 +96,10 @@ class LeakChecker:
             if resting := registry.resting - member.membership.draining.keys():
                 self._report("I8", f"{name}: {sorted(resting)} get no requests, and do not drain")
             return
+        known: Any = getattr(self._members.get(ROUTER), "registry", None)
+        if known is not None and known.alive(member.incarnation):
+            for peer in [peer for peer in member.peers if not known.alive(peer)]:
+                self._report("I8", f"{name} still knows {peer}, which is over, when all is over")
         for what, count in _gauges(member):
             if count:
                 self._report("I8", f"{name}{what} is {count} when all is over")

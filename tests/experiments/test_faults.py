@@ -29,14 +29,12 @@ from experiments.faults.scenario import KINDS, RARE, Tried, attempt, draw
 from pdsim.core.clock import fire
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import silent
-from pdsim.kv.messages import Leave
 from pdsim.kv.policy import Policy, Staging
 from pdsim.kv.push import KvSender
 from pdsim.results.record import Result
 from pdsim.serving.decode import DecodeScheduler
 from pdsim.serving.handoff.push import PushDecode
 from pdsim.serving.prefill import PrefillScheduler, PrefillWorker
-from pdsim.serving.rank_process import RankProcess
 from pdsim.serving.settings import Cache, HostCosts, ServingEngine
 from pdsim.sim.endpoint import SimEndpoint
 from tests.mutants.mutant import patched
@@ -194,10 +192,6 @@ def gathers_out_of_turn(self: PrefillWorker, message: Any, computed: Any, done: 
     fire(done)
 
 
-def only_the_leader_leaves(original: Any, self: RankProcess, receivers: Any, message: Any) -> None:
-    original(self, receivers[0] if isinstance(message, Leave) else receivers, message)
-
-
 def withdraws_asleep(original: Any, self: DecodeScheduler, number: int) -> bool:
     with patch.object(self, "wake"):
         return bool(original(self, number))
@@ -218,8 +212,6 @@ DEFECTS = [
     (19, 2, "delays layouts gathers", (PrefillWorker, "_gathered", gathers_out_of_turn), "I5"),
     # D5: a message to an earlier incarnation left a room behind at a rank that was started again
     (6031, 39, "delays slow kills restarts", (PushDecode, "_arrive", takes_any), "I8"),
-    # nobody pinged the followers of an instance that leaves, whose leader waits for pages in quarantine
-    (6094957, 35, "aborts changes nodes pulls rings", (RankProcess, "send", only_the_leader_leaves), "I5"),
     # the first request of a queue was withdrawn, and nobody looked at those behind it, which fit
     (26, 13, "late limits", (DecodeScheduler, "withdraw", withdraws_asleep), "I12"),
 ]

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace as replaced
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 from msgspec.structs import replace as changed
 
@@ -21,7 +20,7 @@ from pdsim.core.errors import TransferError, TransferFailed, TransferTimeout
 from pdsim.hardware.machine import Interconnect
 from pdsim.kv import contents, layout, messages, pages, push
 from pdsim.kv.layout import HeadSlice
-from pdsim.kv.messages import Leave, Status, TransferDone, encode, epoch_of, index_of, instance_of
+from pdsim.kv.messages import Status, TransferDone, encode, epoch_of, index_of, instance_of
 from pdsim.kv.pages import cut
 from pdsim.kv.plan import Peers
 from pdsim.kv.policy import Policy
@@ -29,7 +28,7 @@ from pdsim.kv.pull import KvReader
 from pdsim.kv.push import GatherBuffers, KvSender, Queues
 from pdsim.kv.receiver import KvReceiver, Ring, StagingReceiver
 from pdsim.models.llm import Side
-from pdsim.serving import block_manager, membership, prefill, router
+from pdsim.serving import block_manager, prefill, router
 from pdsim.serving.block_manager import DecodePages, QuarantineStall
 from pdsim.serving.decode import DecodeScheduler, Preemption
 from pdsim.serving.handoff.pull import PullDecodeLeader, PullPrefillLeader
@@ -43,20 +42,12 @@ from pdsim.sim.endpoint import SimEndpoint
 from pdsim.sim.memory import SimBuffer
 from pdsim.sim.posting import SendQueue
 from pdsim.transfer import Transfer
+from tests.mutants.members import MEMBERSHIP
 from tests.mutants.mutant import Mutant
 
 
 def both_back(scenario: Scenario) -> bool:
     return {name.rstrip("0123456789.d") for name in scenario.restart} == {"prefill", "decode"}
-
-
-def changing(scenario: Scenario) -> bool:
-    return bool(scenario.specs[0].arguments["drains"])
-
-
-def drains_the_last(original: Any, self: Any, *how: Any) -> None:
-    with patch.dict(self.registry.side(how[0]).load, {"another": 0}):
-        original(self, *how)
 
 
 def staged(scenario: Scenario) -> bool:
@@ -433,11 +424,6 @@ def gathers_out_of_turn(self: PrefillWorker, message: Any, computed: Any, done: 
         fire(done)
 
 
-def asks_the_resting(original: Any, self: Any, *query: Any) -> Any:
-    with patch.object(self, "_resting", set()):
-        return original(self, *query)
-
-
 def counts_no_bytes(original: Any, self: KvSender, write: Any, event: Any) -> None:
     write.room.nbytes -= event.batch.nbytes if event.ok else 0
     original(self, write, event)
@@ -612,14 +598,7 @@ MUTANTS = (
     Mutant("C10", "a post that is given up keeps its place in the send queue", "I8",
            ((SendQueue, "_leave", lambda original, self, posting: posting.aborted or original(self, posting)),),
            lambda s: bool(s.engine.intra.depth) and failing(s)),
-    Mutant("M1", "an instance leaves while it has requests", "I5",
-           ((Membership, "leave", lambda original, self, _: original(self, {})),), changing),
-    Mutant("M2", "the last instance of a side leaves", "I5", ((Membership, "drain", drains_the_last),), changing),
-    Mutant("M3", "an instance that has left does not end", "I5",
-           ((EngineRank, "_stop", lambda original, self, sender, message:
-             isinstance(message, Leave) or original(self, sender, message)),), changing),
-    Mutant("M4", "a draining instance is given requests", "I13",
-           ((membership._Side, "query", asks_the_resting),), changing),
+    *MEMBERSHIP,
     Mutant("P5", "a renewed lease keeps its place among others", "I15",
            ((PullPrefillLeader, "_renew", renews_in_place),), lambda s: s.job.engine.handoff == "pull"),
     Mutant("P6", "pages of a request that decode never admits stay at prefill", "I8",
@@ -652,7 +631,21 @@ IMPOSSIBLE = {
 }
 """Hazards that cannot be written down as a change of our code, and why."""
 
+_SWITCH = (
+    "tests/serving/test_autoscale.py::test_gpus_go_from_one_side_to_the_other",
+    "tests/serving/test_autoscale.py::test_a_switched_instance_serves_after_the_drain_and_the_switch",
+)
+
 BY_TEST = {
+    "R1": ("a role switch begins while an instance of the other side still drains on its GPUs",
+           _SWITCH[0],
+           "a scenario has no autoscaler, only what a switch consists of: instances leave, and others join"),
+    "R2": ("an instance that is to switch is off while it has requests",
+           _SWITCH[0], "as R1"),
+    "R3": ("an instance serves in its new role as soon as the GPUs are free",
+           _SWITCH[1], "as R1"),
+    "R4": ("GPUs that have drained are given to nobody before the next decision",
+           _SWITCH[1], "as R1"),
     "O6": ("a rank takes an introduction that is meant for the incarnation before it",
            "tests/serving/test_introductions.py::test_an_introduction_of_an_earlier_process_is_ignored",
            "two instances are introduced with a room, and one has to be lost and back before that arrives: 2,000 "
