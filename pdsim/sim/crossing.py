@@ -8,9 +8,10 @@ equitable partition, on which max-min rates and queues of threads are those of t
 
 from __future__ import annotations
 
-from collections import Counter
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from pdsim.sim.hosts import PostingThread
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -46,6 +47,7 @@ class Lane:
         self.members = members
         self.thread = thread
         self.links = links
+        self.bit = 1  # in its `Crossing`
         self.rows: list[Row] = []  # writes that are complete
         self.kinds = one.kinds
         self.times = one.times
@@ -93,6 +95,8 @@ class Crossing:
         self, lanes: list[Lane], free: list[float], links: list[tuple[float, Mapping[int, int]]], now: float
     ) -> None:
         self.lanes = lanes
+        for number, lane in enumerate(lanes):
+            lane.bit = 1 << number
         self.until = now
         self._since = now
         self._links = links
@@ -133,22 +137,25 @@ class Crossing:
                 member.thread.free = self._free[lane.thread]
 
     def _load(self) -> None:
-        self._moving = sum([1 << number for number, lane in enumerate(self.lanes) if lane.phase == MOVES])
+        self._moving = sum([lane.bit for lane in self.lanes if lane.phase == MOVES])
         self._share(self._since)
 
     def _run(self, until: float) -> float:
         # Go on to *until*, or until the first lane is over, and return when that is.
         lanes, free, single = self.lanes, self._free, len(self.lanes) == 1
         while True:
-            at, lane, number = until, None, 0
-            for place, one in enumerate(lanes):
-                if one.at < at or (one.at == at and lane and (one.phase, one.begin) < (lane.phase, lane.begin)):
-                    at, lane, number = one.at, one, place
+            at, lane = until, None
+            for one in lanes:
+                due = one.at
+                if due < at:
+                    at, lane = due, one
+                elif due == at and lane and (one.phase, one.begin) < (lane.phase, lane.begin):
+                    lane = one
             if lane is None:
                 return until
             phase = lane.phase
             if phase == MOVES:
-                self._moving ^= 1 << number
+                self._moving ^= lane.bit
                 lane.phase, lane.end, lane.rate = RESTS, at, 0.0
                 if self._moving:
                     for one in lanes:
@@ -162,7 +169,7 @@ class Crossing:
                     continue
                 lane.left, lane.rate, lane.since = lane.sizes[lane.kinds[lane.number]], 0.0, at
                 lane.phase = MOVES
-                self._moving ^= 1 << number
+                self._moving ^= lane.bit
                 self._share(at)
             elif phase == WAITS:
                 lane.go_on(at, free)
@@ -207,22 +214,29 @@ class Crossing:
 
     def _solve(self, mask: int) -> list[tuple[Lane, float]]:
         # Max-min rates: all that are left get as much as the fullest link, or the lowest cap, lets them.
-        moving = [number for number in range(len(self.lanes)) if mask >> number & 1]
+        lanes = self.lanes
+        left = moving = [number for number in range(len(lanes)) if mask >> number & 1]
         rates: dict[int, float] = {}
         free = [capacity for capacity, _ in self._links]
-        while len(rates) < len(moving):
-            left = [number for number in moving if number not in rates]
-            level, tight = min([(self.lanes[number].cap, -1) for number in left])
-            for link, (_, passing) in enumerate(self._links):
-                flows = sum([passing.get(number, 0) for number in left])
-                if flows and free[link] / flows < level:
-                    level, tight = free[link] / flows, link
+        flows = [0] * len(free)
+        for number in moving:
+            for link in lanes[number].links:
+                flows[link] += self._links[link][1][number]
+        while left:
+            level, tight = min([lanes[number].cap for number in left]), -1
+            for link, count in enumerate(flows):
+                if count and free[link] / count < level:
+                    level, tight = free[link] / count, link
             for number in left:
-                if number in self._links[tight][1] if tight >= 0 else self.lanes[number].cap == level:
+                lane = lanes[number]
+                if tight in lane.links if tight >= 0 else lane.cap == level:
                     rates[number] = level
-                    for link in self.lanes[number].links:
-                        free[link] -= level * self._links[link][1][number]
-        return [(self.lanes[number], rates[number]) for number in moving]
+                    for link in lane.links:
+                        count = self._links[link][1][number]
+                        free[link] -= level * count
+                        flows[link] -= count
+            left = [number for number in left if number not in rates]
+        return [(lanes[number], rates[number]) for number in moving]
 
 
 def fold(several: Sequence[Series], users: Mapping[Any, Collection[Series]], now: float) -> list[Crossing]:
@@ -230,35 +244,52 @@ def fold(several: Sequence[Series], users: Mapping[Any, Collection[Series]], now
 
     A crossing holds all that are alike, also those that share nothing with one another.
     """
-    place = {series: number for one in several for number, series in enumerate(users[one.thread])}
-    shared, caps, numbers = {}, {}, dict[Any, int]()
+    index = {one: number for number, one in enumerate(several)}
+    numbered: dict[Any, int] = {}  # threads and links that several share
+    resources, members_of, shared, caps = list[Any](), list[list[int]](), list[list[int]](), list[float]()
+    places = [0] * len(several)
     for one in several:
-        shared[one] = [resource for resource in one.resources if len(users[resource]) > 1]
-        own = [link.capacity for link in one.resources[1:] if len(users[link]) == 1]
-        caps[one] = min(own, default=inf) if one.path.cap == inf else min([one.path.cap, *own])
-    colours = {
-        one: numbers.setdefault((place[one], one.alike, one.state, one.thread.free, caps[one]), len(numbers))
-        for one in several
-    }
+        cap, thread, own = one.path.cap, one.thread, list[int]()
+        for resource in one.resources:
+            number = numbered.get(resource)
+            if number is not None:
+                own.append(number)
+            elif len(sharing := users[resource]) > 1:
+                numbered[resource] = len(resources)
+                own.append(len(resources))
+                resources.append(resource)
+                members_of.append(together := [index[other] for other in sharing])
+                if resource is thread:
+                    for place, other in enumerate(together):
+                        places[other] = place
+            elif resource is not thread and resource.capacity < cap:
+                cap = resource.capacity
+        shared.append(own)
+        caps.append(cap)
+    numbers: dict[Any, int] = {}
+    colours = [
+        numbers.setdefault((places[n], one.alike, one.state, one.thread.free, caps[n]), len(numbers))
+        for n, one in enumerate(several)
+    ]
+    capacities = [-1.0 if isinstance(one, PostingThread) else one.capacity for one in resources]
+    bits = len(several).bit_length()
     while True:
-        found, numbers = len(numbers), {}
-        marked, marks = dict[Any, int](), dict[Any, int]()
-        for one in several:
-            for resource in shared[one]:
-                if resource not in marked:
-                    capacity = -1.0 if resource is one.thread else resource.capacity
-                    key = capacity, tuple(sorted([colours[other] for other in users[resource]]))
-                    marked[resource] = marks.setdefault(key, len(marks))
-        colours = {
-            one: numbers.setdefault((colours[one], *[marked[resource] for resource in shared[one]]), len(numbers))
-            for one in several
-        }
+        found, numbers, marks = len(numbers), {}, dict[Any, int]()
+        counts = [1 << bits * colour for colour in colours]  # their sum says how many there are of each colour
+        marked = [
+            marks.setdefault((capacity, sum([counts[n] for n in sharing])), len(marks))
+            for capacity, sharing in zip(capacities, members_of, strict=True)
+        ]
+        colours = [
+            numbers.setdefault((colour, *[marked[n] for n in own]), len(numbers))
+            for colour, own in zip(colours, shared, strict=True)
+        ]
         if len(numbers) == found:
             break
-    members: dict[int, list[Series]] = {}
-    for one, colour in colours.items():
-        members.setdefault(colour, []).append(one)
-    crossings, left = [], dict.fromkeys(members)
+    members: list[list[int]] = [[] for _ in numbers]
+    for n, colour in enumerate(colours):
+        members[colour].append(n)
+    crossings, left, followed = [], dict.fromkeys(range(len(members))), set[int]()
     while left:
         reached, ahead = dict[int, int](), [next(iter(left))]
         while ahead:
@@ -267,22 +298,30 @@ def fold(several: Sequence[Series], users: Mapping[Any, Collection[Series]], now
                 reached[colour] = len(reached)
                 del left[colour]
                 for resource in shared[members[colour][0]]:
-                    ahead += [colours[other] for other in users[resource]]
+                    if marked[resource] not in followed:
+                        followed.add(marked[resource])
+                        ahead += {colours[n] for n in members_of[resource]}
         lanes: list[Lane] = []
         free: list[float] = []
         links: list[tuple[float, Mapping[int, int]]] = []
-        numbered: dict[int, int] = {}  # of each mark: the number of the thread or link
+        places_of: dict[int, int] = {}  # of each mark: the number of the thread or link
         for colour in reached:
-            one, through = members[colour][0], dict[int, None]()
-            thread = numbered.setdefault(marked.get(one.thread, -1 - len(lanes)), len(free))
+            first, through = members[colour][0], dict[int, None]()
+            one = several[first]
+            mark = marked[numbered[one.thread]] if one.thread in numbered else -1 - len(lanes)
+            thread = places_of.setdefault(mark, len(free))
             if thread == len(free):
                 free.append(one.thread.free)
-            for link in shared[one]:
-                if link is not one.thread:
-                    number = numbered.setdefault(marked[link], len(links))
+            for resource in shared[first]:
+                if capacities[resource] >= 0.0:
+                    number = places_of.setdefault(marked[resource], len(links))
                     if number == len(links):
-                        links.append((link.capacity, Counter([reached[colours[other]] for other in users[link]])))
+                        passing = dict[int, int]()
+                        for n in members_of[resource]:
+                            lane = reached[colours[n]]
+                            passing[lane] = passing.get(lane, 0) + 1
+                        links.append((capacities[resource], passing))
                     through[number] = None
-            lanes.append(Lane(members[colour], caps[one], thread, list(through)))
+            lanes.append(Lane([several[n] for n in members[colour]], caps[first], thread, list(through)))
         crossings.append(Crossing(lanes, free, links, now))
     return crossings

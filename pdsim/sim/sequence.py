@@ -10,6 +10,7 @@ end of either side, a flow of another kind on their links), *cuts* the series fi
 from __future__ import annotations
 
 from bisect import bisect_left
+from itertools import chain
 from math import inf
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -345,7 +346,7 @@ class Foreseen:
             arrivals = [row[4] for row in lane.rows]
             for member in lane.members:
                 member.arrivals.times += arrivals
-                if any(not set(guest.live).isdisjoint(member.path.live) for guest in self._guests):
+                if self._guests and any(not set(guest.live).isdisjoint(member.path.live) for guest in self._guests):
                     met += [member] * member.hits(max(self._guests.values()))
         if met:
             self.cut(met)
@@ -445,7 +446,7 @@ class Foreseen:
 
 
 def _table(rows: list[Row]) -> Times:
-    return np.ascontiguousarray(np.array(rows).reshape(-1, 5).T)
+    return np.ascontiguousarray(np.fromiter(chain.from_iterable(rows), np.float64, 5 * len(rows)).reshape(-1, 5).T)
 
 
 def _free(path: Path, link: Link) -> float:
