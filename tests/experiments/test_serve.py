@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 
-from experiments.serve import ServeOptions, check_contents, job, run
+from experiments.serve import ServeOptions, check_contents, job
 from experiments.serve.tables import moving_times
 from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError
-from pdsim.core.progress import silent
 from pdsim.core.units import format_time
 from pdsim.kv.policy import Policy
 from pdsim.models.llm import Side
@@ -17,7 +16,6 @@ from pdsim.results.record import Result
 from pdsim.serving.decode import DecodeScheduler
 from pdsim.serving.requests import Request
 from pdsim.serving.settings import Kv, Workload
-from pdsim.sim.model import Model
 from tests.experiments.test_serve_paths import HYBRID
 from tests.support.configs import LLM
 from tests.support.serving import GENERATED, GQA, POOL, configured, rows, serve, values
@@ -136,8 +134,7 @@ def test_without_a_router_the_ranks_end_by_themselves():
 
 
 def linked(*words: str) -> Result:
-    config = compose(["hw=link", "experiment.deadline=2s", *words])
-    return run(config, Model(config.hw, config.backend, seed=config.seed), silent)
+    return serve(compose(["hw=link", "experiment.deadline=2s", *words]))
 
 
 def test_requests_that_get_nowhere_are_stalled(monkeypatch: pytest.MonkeyPatch):

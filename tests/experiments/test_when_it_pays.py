@@ -4,10 +4,8 @@ from functools import cache
 
 import pytest
 
-from experiments.serve import run
 from pdsim.config.compose import compose
-from pdsim.core.progress import silent
-from pdsim.sim.model import Model
+from tests.support.serving import serve
 
 pytestmark = pytest.mark.slow
 
@@ -24,8 +22,7 @@ def served(
         f"workload.input_mean={tokens[0]} workload.output_mean={tokens[1]}",
     ]
     config = compose([*" ".join(words).split(), *more])
-    target = Model(config.hw, config.backend, seed=config.seed, collective=config.collective)
-    return {metric.name: float(metric.value or 0.0) for metric in run(config, target, silent).summary}
+    return {metric.name: float(metric.value or 0.0) for metric in serve(config).summary}
 
 
 def omni(length: int, decodes: int) -> float:

@@ -5,7 +5,6 @@ Jobs are those of `experiment=faults` without any fault.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,16 +93,6 @@ def narrower(original: Any, self: Link, *arguments: Any) -> None:
 def test_a_defect_breaks_its_law(law: str, change: Any):
     with patched((change,)):
         assert found()[0] == law
-
-
-def test_a_request_that_ends_before_it_begins_breaks_a_law():
-    outcome = run(draw(3, 12, 0.0), None)
-    (first, *_) = next(rank.transfers for rank in outcome.ranks.values() if rank.transfers)
-    assert list(broken(None, {}, [first])) == []
-    (line,) = broken(None, {}, [first._replace(completed=first.posted - 1.0)])
-    assert line.startswith("law of causality: stages of")
-    (line,) = broken(replace(outcome, links={"node0/gpu0/nvlink.in": 1.01}), {}, [])
-    assert line == "law of capacity: node0/gpu0/nvlink.in was used to 1.010000000 of what it has"
 
 
 def test_a_run_says_that_its_laws_were_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -251,19 +251,3 @@ def test_no_page_is_ever_lost_or_given_twice(make: Any):
     for owner in live:
         pool.release(owner)
     assert pool.free == 40
-
-
-def test_pages_come_from_the_smallest_free_run_that_fits():
-    """The plain search, over all free runs, is what the sorted ones must agree with."""
-    chance, pool, owned = random.Random(5), PagePool(400), list[int]()
-    for owner in range(600):
-        if owned and chance.random() < 0.5:
-            pool.release(owned.pop(chance.randrange(len(owned))))
-        free, count = list(zip(pool._starts, pool._counts, strict=True)), chance.randrange(1, 30)
-        assert pool._by_size == sorted((size, start) for start, size in free)
-        if pool.allocate(owner, count):
-            owned.append(owner)
-            fitting = [run for run in free if run[1] >= count]
-            start = min(fitting or free, key=lambda run: (run[1] if fitting else -run[1], run[0]))[0]
-            assert start in [run[0] for run in pool.owners[owner]]
-    assert len(owned) > 10

@@ -44,21 +44,6 @@ def test_slots_go_round_in_the_order_of_the_line(sizes: list[int], given: list[t
     assert list(one.advance()) == given
 
 
-def test_who_leaves_the_line_lets_the_next_go():
-    one = ring(80, 90, 10)
-    assert [one.withdraw(1), one.withdraw(1)] == [True, False]
-    assert list(one.advance()) == [(2, Slot(80, 10))]
-
-
-def test_a_slot_in_quarantine_costs_its_own_bytes_only():
-    one = ring(10, 20)
-    one.release(0)
-    for turn in range(2, 50):
-        assert one.request(turn, 40) is not None
-        one.release(turn)
-    assert (one.slots[1], one.used) == (Slot(10, 20), 20)
-
-
 def test_a_key_has_one_slot_that_fits_and_is_freed_once():
     one = ring(10)
     with pytest.raises(OutOfMemory, match=r"101 bytes exceeds the ring of 100; raise kv.staging_ring"):

@@ -7,16 +7,13 @@ from typing import Any
 
 import pytest
 
-from experiments.serve import run
 from pdsim.config import rules
 from pdsim.core.errors import ConfigError
-from pdsim.core.progress import silent
 from pdsim.models.llm import Side
 from pdsim.serving.autoscale import Autoscale, FleetView, saturation, schedule, thresholds, within
 from pdsim.serving.failures import FailureRate, Failures
 from pdsim.serving.fleet import Fleet, running_seconds
 from pdsim.serving.settings import Workload
-from pdsim.sim.model import Model
 from tests.support.composed import composed
 from tests.support.serving import configured, rows, serve, values
 
@@ -69,8 +66,7 @@ def test_a_fleet_starts_drains_and_takes_back_what_still_drains():
 
 
 def scaled(autoscale: Autoscale, workload: Workload = CALM, **changes: Any) -> Any:
-    config = configured(TWO, TWO, workload=workload, autoscale=autoscale, **changes)
-    return run(config, Model(config.hw, config.backend, seed=config.seed), silent)
+    return serve(configured(TWO, TWO, workload=workload, autoscale=autoscale, **changes))
 
 
 NIGHT = Autoscale(policy="schedule", options={"steps": [[0, 1, 1], [3.0, 2, 2]]}, every=1.0, start=2.0)

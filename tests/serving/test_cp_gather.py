@@ -5,14 +5,12 @@ from typing import Any
 
 import pytest
 
-from experiments.serve import ServeOptions, job, run
-from pdsim.core.progress import silent
+from experiments.serve import ServeOptions, job
 from pdsim.models.llm import Llm, Side
 from pdsim.results.record import Result
 from pdsim.serving.settings import Workload
-from pdsim.sim.model import Model
 from pdsim.testing.cases import COLLECTIVE
-from tests.support.serving import GQA, MLA, POOL, configured
+from tests.support.serving import GQA, MLA, POOL, configured, serve
 
 LIBRARY = replace(COLLECTIVE, pool=1 << 20)
 SMALL = Workload(arrivals="poisson", count=6, rate=50.0, input_mean=100, output_mean=4)
@@ -20,11 +18,8 @@ MODELS = {"gqa": GQA, "mla": MLA, "index": replace(MLA, hybrid=replace(MLA.hybri
 
 
 def served(cp: int, model: Llm = GQA, tp: int = 1, **changes: Any) -> Result:
-    config = configured(
-        Side(tp=tp, cp=cp), Side(tp=1), model, **{"collective": LIBRARY, "workload": SMALL} | changes
-    )
-    target = Model(config.hw, config.backend, memory=config.memory, collective=config.collective)
-    return run(config, target, silent)
+    settings = {"collective": LIBRARY, "workload": SMALL} | changes
+    return serve(configured(Side(tp=tp, cp=cp), Side(tp=1), model, **settings))
 
 
 def ttft(result: Result) -> float:

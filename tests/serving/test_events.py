@@ -6,14 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.serve import run
-from pdsim.core.progress import silent
 from pdsim.kv.policy import Policy
 from pdsim.models.llm import Side
 from pdsim.serving.settings import SchedulerLimits, Workload
-from pdsim.sim.model import Model
 from tests.support.configs import ENGINE
-from tests.support.serving import GQA, POOL, configured
+from tests.support.serving import GQA, POOL, configured, serve
 
 CHUNK = 256  # tokens
 LONGER_THAN_THE_RUN = 1e9  # seconds: neither pings nor time limits are among the events
@@ -34,8 +31,7 @@ def events(count: int, tp: int, chunks: int, decode_tp: int = 0, **policy: str) 
         workload=Workload(arrivals="poisson", count=count, rate=0.01, **lengths),
         scheduler=SchedulerLimits(chunk=CHUNK, decode_batch=8),
     )
-    model = Model(config.hw, config.backend, seed=config.seed)
-    outcome = run(config, model, silent).outcome
+    outcome = serve(config).outcome
     assert outcome is not None
     return outcome.events
 

@@ -16,7 +16,6 @@ from pdsim.kv.messages import instance_of
 from pdsim.models.llm import Parallel, Side
 from pdsim.serving.failures import Failure, FailureRate, Failures, drawn, kills, recoveries
 from pdsim.serving.settings import Workload
-from pdsim.sim.model import Model
 from pdsim.transfer.job import RankSpec
 from tests.support.composed import composed
 from tests.support.configs import EIGHT, ENGINE
@@ -100,7 +99,7 @@ def test_what_a_card_held_is_lost_or_goes_on_over_others(failover):
     engine = replace(ACROSS, failover=failover)
     down = Failures(nic=FailureRate(every=0.3, repair=0.2))
     config = configured(TWO, TWO, hw=CARDS, backend=engine, workload=CALM, failures=down)
-    served = serve_on_model(config)
+    served = serve(config)
     lost = values(served)["requests_failed"]
     failed = {row["status"] for row in rows(served)} - {"ok"}
     assert values(served)["failures"] > 5
@@ -115,16 +114,9 @@ def failing(failures: Failures, **options: Any) -> tuple[dict[str, Any], list[di
     config = configured(
         TWO, TWO, options={"deadline": 0.3, "client_wait": 0.05} | options, workload=CALM, failures=failures
     )
-    served = serve_on_model(config)
+    served = serve(config)
     assert served.failures == []
     return values(served), rows(served)
-
-
-def serve_on_model(config: Any) -> Any:
-    from experiments.serve import run
-    from pdsim.core.progress import silent
-
-    return run(config, Model(config.hw, config.backend, seed=config.seed), silent)
 
 
 GPUS = Failures(gpu=FailureRate(every=0.5, repair=0.4))
@@ -164,7 +156,7 @@ def test_a_user_who_leaves_does_not_send_again():
         failures=Failures(router=FailureRate(every=0.5)),
         workload=replace(CALM, aborts=1.0, patience=1.0),
     )
-    statuses = {row["status"].partition(":")[0] for row in rows(serve_on_model(config))}
+    statuses = {row["status"].partition(":")[0] for row in rows(serve(config))}
     assert statuses <= {"ok", "Aborted"}
 
 

@@ -6,16 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.serve import run
 from pdsim.core.errors import ConfigError
-from pdsim.core.progress import silent
 from pdsim.models.llm import Side
 from pdsim.serving.block_manager import hit_share
 from pdsim.serving.requests import Request
 from pdsim.serving.settings import Cache, Kv, SchedulerLimits, ServingEngine, Workload
 from pdsim.serving.workload import load
-from pdsim.sim.model import Model
 from tests.support.serving import LLM, QUIET, configured, rows, simulate, values
+from tests.support.serving import serve as run
 
 SESSIONS = Workload(
     arrivals="sessions", count=24, users=3, turns=4, think=0.05, ramp=0.3, shared=600, input_mean=300, output_mean=12
@@ -25,8 +23,7 @@ MODEL = replace(LLM, context=1 << 17)
 
 def serve(workload: Workload, options: dict[str, Any] | None = None, **changes: Any) -> Any:
     settings = {"workload": workload, "hw": QUIET, "model": MODEL, "kv": Kv(page_size=16, pool=1 << 24), **changes}
-    config = configured(options=options or {}, **settings)
-    return run(config, Model(config.hw, config.backend), silent)
+    return run(configured(options=options or {}, **settings))
 
 
 @pytest.mark.parametrize("options", [{}, {"deployment": "colocated"}], ids=["disaggregated", "colocated"])

@@ -5,15 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from experiments.serve import run
 from pdsim.config import rules
 from pdsim.core.errors import ConfigError
-from pdsim.core.progress import silent
 from pdsim.serving.settings import Tenant, Workload
 from pdsim.serving.workload import draw
-from pdsim.sim.model import Model
 from tests.support.composed import composed
-from tests.support.serving import ONE, configured, rows, values
+from tests.support.serving import ONE, configured, rows, serve, values
 
 CHAT = Tenant(name="chat", rate=8.0, ttft=10.0, tpot=1e-9, input_mean=100, output_mean=10, priority=2)
 BATCH = Tenant(name="batch", rate=2.0, ttft=10.0, tpot=10.0, input_mean=900, input_cv=0.0, output_mean=20)
@@ -39,8 +36,7 @@ def test_another_tenant_changes_nothing_of_the_requests_of_one():
 
 
 def test_every_request_counts_toward_the_limits_of_its_tenant():
-    config = configured(ONE, ONE, workload=replace(BOTH, count=100))
-    served = run(config, Model(config.hw, config.backend, seed=config.seed), silent)
+    served = serve(configured(ONE, ONE, workload=replace(BOTH, count=100)))
     table = rows(served)
     assert {(row["tenant"], row["slo_tpot"]) for row in table} == {("chat", 1e-9), ("batch", 10.0)}
     (shares,) = [each for each in served.tables if each.title == "Tenants"]

@@ -130,17 +130,18 @@ def tabled(
 class Killing:
     """A model on which ranks are ended by force."""
 
-    def __init__(self, config: Config, kill: Mapping[str, float]) -> None:
-        self.model = Model(config.hw, config.backend, memory=config.memory, seed=config.seed)
-        self.kill = kill
+    def __init__(self, model: Model, kill: Mapping[str, float]) -> None:
+        self.model, self.kill = model, kill
 
-    def run(self, ranks: list[RankSpec], kill: Mapping[str, float] = {}) -> Outcome:
+    def run(self, ranks: list[RankSpec]) -> Outcome:
         return self.model.run(ranks, self.kill)
 
 
 def serve(config: Config, kill: Mapping[str, float] = {}) -> Result:
     """Run *config* on the model; ranks end by force when *kill* says."""
-    return run(config, Killing(config, kill), silent)
+    parts = {"memory": config.memory, "seed": config.seed, "collective": config.collective}
+    model = Model(config.hw, config.backend, **parts)
+    return run(config, Killing(model, kill) if kill else model, silent)
 
 
 def values(result: Result) -> dict[str, Any]:
