@@ -2,28 +2,23 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from backends.diagnosis import gpu_count
 from backends.jobs.launcher import Processes
-from experiments.serve import ServeOptions, run
+from experiments.serve import run
 from pdsim.cli.main import main
-from pdsim.compute.forward import Compute
 from pdsim.core.progress import silent
 from pdsim.kv.policy import Policy
-from pdsim.models.llm import Parallel, Side
+from pdsim.models.llm import Side
 from pdsim.results.record import Result
-from pdsim.serving.settings import Kv, SchedulerLimits
+from pdsim.serving.settings import Kv
 from pdsim.transfer.job import Outcome, Place, RankSpec, Target
-from tests.support.configs import LOOPBACK, make_config
-from tests.support.engines import engine
-from tests.support.serving import GENERATED, GQA
+from tests.support.serving import on_loopback
 
 ENGINES = ("mooncake_nvlink", "nixl", "nvlink", "nvlink_kernel")
 QUEUED = Policy(queues=2, pool="intra_node_nvlink", staging=True)
-FEW = replace(GENERATED, count=4, input_mean=90, output_mean=3)
 BY_CONTROL = replace(QUEUED, metadata="control", metadata_memory="host")
 
 
@@ -44,20 +39,8 @@ class OnGpus:
 
 def serve(name: str, prefill: int, decode: int, staging: bool, policy: Policy = QUEUED) -> Result:
     """Serve a few requests; several ranks of a side share its GPU."""
-    config = make_config(
-        Path("unused"),
-        target="real",
-        hw=LOOPBACK,
-        backend=engine(name),
-        model=GQA,
-        policy=policy,
-        parallel=Parallel(prefill=Side(tp=prefill), decode=Side(tp=decode)),
-        experiment=ServeOptions(deadline=30.0),
-        workload=FEW,
-        kv=Kv(page_size=16, pool=1 << 20, staging=staging, staging_ring=1 << 18, staging_wait=25.0),
-        scheduler=SchedulerLimits(chunk=64, decode_batch=4),
-        compute=Compute(scale=0.1),
-    )
+    kv = Kv(page_size=16, pool=1 << 20, staging=staging, staging_ring=1 << 18, staging_wait=25.0)
+    config = on_loopback(name, Side(tp=prefill), Side(tp=decode), policy=policy, kv=kv)
     result = run(config, OnGpus(Processes(config.backend, deadline=90)), silent)
     assert result.failures == []
     assert set(result.requests["status"]) == {"ok"}

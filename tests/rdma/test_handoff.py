@@ -1,21 +1,19 @@
 """A request's KV handed over between unlike ranks over RDMA verbs, every byte compared on arrival."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from backends.emulation.guest.machine import PATIENCE, Guest
-from experiments.serve import ServeOptions, run
-from pdsim.compute.forward import Compute
+from experiments.serve import run
 from pdsim.core.progress import silent
 from pdsim.kv.policy import Policy
-from pdsim.models.llm import Llm, Parallel, Side
+from pdsim.models.llm import Llm, Side
 from pdsim.serving.settings import Kv, SchedulerLimits, Workload
 from pdsim.testing.cases import guest_target as target
 from tests.experiments.test_serve_paths import STATE
-from tests.support.configs import LOOPBACK, make_config
 from tests.support.engines import VERBS, engine
+from tests.support.serving import on_loopback
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(900)]
 
@@ -27,19 +25,16 @@ HEAVY = Llm(name="heavy", parameters=1e6, active=1e6, layers=7, hidden=128, head
 
 @pytest.mark.parametrize("name", VERBS)
 def test_keys_values_and_state_arrive_as_they_were_sent_between_unlike_ranks(name: str, rdma_guest: Guest):
-    config = make_config(
-        Path("unused"),
-        target="real",
-        hw=LOOPBACK,
-        backend=replace(engine(name), timeout=60.0 * PATIENCE),
+    config = on_loopback(
+        name,
+        Side(tp=2),
         model=replace(HEAVY, hybrid=STATE),
+        deadline=60.0 * PATIENCE,
+        backend=replace(engine(name), timeout=60.0 * PATIENCE),
         policy=Policy(queues=4, staging=True),
-        parallel=Parallel(prefill=Side(tp=2), decode=Side(tp=1)),
-        experiment=ServeOptions(deadline=60.0 * PATIENCE),
         workload=Workload(arrivals="poisson", count=1, rate=10.0, input_mean=TOKENS, input_cv=0, output_mean=2),
         kv=Kv(page_size=64, pool=192 * MiB, staging=True, staging_ring=64 * MiB, staging_wait=60 * PATIENCE),
         scheduler=SchedulerLimits(chunk=512, decode_batch=2),
-        compute=Compute(scale=0.1),
     )
     result = run(config, target(rdma_guest, config.backend), silent)
     assert result.failures == []
