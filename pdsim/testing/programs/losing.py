@@ -158,7 +158,7 @@ def write_and_close(rank: Rank, to: str, size: int) -> Program:
     """Write once, and close the endpoint in order while *to* still looks."""
     _, mine, peer, theirs = yield from initiator(rank, to, size)
     yield rank.endpoint.write(peer, one(mine, theirs, size))
-    yield rank.clock.timeout(1.5 * PATIENCE)
+    yield rank.clock.timeout(0.8 * PATIENCE)
     rank.endpoint.close()
 
 
@@ -166,7 +166,7 @@ def outlive(rank: Rank, by: str, size: int) -> Program:
     """Wait for the proof that the writer *by* is quiesced; then look whether bytes still change."""
     yield rank.endpoint.quiesced(by)  # a stranger, as yet
     _, buffer = yield from target(rank, by, size)
-    yield rank.clock.timeout(PATIENCE)
+    yield rank.clock.timeout(0.3 * PATIENCE)
     event = rank.endpoint.quiesced(by)
     yield rank.clock.timeout(2 * MOMENT)
     early = event.triggered
