@@ -7,7 +7,15 @@
     python benchmarks/sharing.py --oracle DIR --simgrid-lib DIR --simgrid-source DIR      # with SimGrid
     python benchmarks/sharing.py --scaling                                                # from 8 to 512 GPUs
 
-README.md says where SimGrid's directories come from.  An oracle's is of ``*.npz`` files, one a workload:
+SimGrid's directories, in 10 to 20 minutes::
+
+    apt-get install libboost-dev cmake g++
+    python -m venv simgrid && simgrid/bin/pip install "pybind11<3" setuptools wheel
+    simgrid/bin/pip install --no-build-isolation simgrid==4.1  # --simgrid-lib simgrid/lib/python3.*/site-packages
+    simgrid/bin/pip download --no-deps --no-build-isolation --no-binary :all: simgrid==4.1
+    tar xf simgrid-4.1.tar.gz  # --simgrid-source simgrid-4.1
+
+An oracle's is of ``*.npz`` files, one a workload:
 ``link_capacity`` (bytes/s), ``path_links``, ``path_length``, and ``start`` (s), ``path``, ``size`` (bytes) and
 ``finish`` (s) of each flow.  With the Python of an environment whose pdsim is compiled, that is what is measured.
 """
