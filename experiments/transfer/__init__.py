@@ -67,6 +67,7 @@ class TransferOptions(ExperimentOptions):
     placement: Annotated[tuple[str, ...], "non-empty"] = ("packed",)
     order: Annotated[str, "one of listed, shuffled"] = "listed"  # shuffled: by the seed
     pause: Seconds = 0.0  # of the model: what a program takes from the end of a transfer to its next one
+    skew: Seconds = 0.0  # of the model: by up to how much ranks begin a point apart
     verify: bool = True  # compare checksums at the receiver, where memory has contents
 
     def list_points(self) -> list[TransferPoint]:
@@ -207,6 +208,7 @@ def _specs(config: Config, options: TransferOptions, points: Sequence[TransferPo
         "warmup": options.warmup,
         "verify": options.verify,
         "pause": options.pause if config.target == "model" else 0.0,
+        "skew": options.skew if config.target == "model" else 0.0,
         "seed": config.seed,
         "timeout": config.backend.timeout,
     }

@@ -41,6 +41,7 @@ def exchange(
     seed: int,
     timeout: float,
     pause: Seconds = 0.0,
+    skew: Seconds = 0.0,
 ) -> Program:
     """Run *points* one after the other and return ``{"points": [{"slots": n, "verified": k}, ...], "error": ""}``.
 
@@ -48,7 +49,8 @@ def exchange(
     initiator of every flow (the source, or the sink if it reads) keeps ``concurrency`` transfers in flight until
     ``repeat`` are done, after *warmup* that are labelled `WARMUP`: a process that has slept needs several until it
     is as fast as it can be.  Between two of them a loop waits for *pause*, by half of it more or less, drawn from
-    *seed*: what a real program's one thread takes, so the pauses of a rank follow each other.
+    *seed*: what a real program's one thread takes, so the pauses of a rank follow each other.  A rank begins a point
+    by up to *skew* later than told, drawn in the same way.
 
     All ranks begin each point together, those without a flow in it too, over one region that is registered once.
     *n* counts the slots of all ranks in which bytes arrived, *k* those with the bytes sent, None if unchecked.
@@ -63,6 +65,7 @@ def exchange(
     region = rank.endpoint.register(buffer, "blocks")
     done: list[dict[str, Any]] = []
     pauses = _pauses(rank.clock, pause, seed, rank.name) if pause else None
+    late = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, *f"skew {rank.name}".encode()])))
     if rank.name == min(rank.name, *rank.peers):  # one is enough
         rank.counts(lambda: len(done), len(tasks))
     try:
@@ -76,6 +79,8 @@ def exchange(
                 plan.fill(buffer)
             rank.clock.settle()
             yield from barrier.start(f"{number} begins")
+            if skew:
+                yield rank.clock.timeout(skew * late.random())
             flows = [_flow(rank.clock, task, waves, warmup, timeout, pauses) for waves in loops]
             if error := (yield from _all(rank.clock, flows)):  # when all that were started have ended
                 raise error

@@ -26,7 +26,7 @@ from pdsim.config import Config, ExperimentOptions, Launch, build, plain
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError, TransferError
 from pdsim.core.progress import ShowProgress, silent, within
-from pdsim.core.units import NotNegativeInt, Size
+from pdsim.core.units import NotNegativeInt, Seconds, Size
 from pdsim.results import schema
 from pdsim.results.record import Result, commit
 from pdsim.sim.model import Model
@@ -85,6 +85,9 @@ class Design(ExperimentOptions):
     repeat: int = 20  # measured transfers of each point in each job
     volume: Size = 0  # bytes of a flow after which fewer repeats do; 0 is 4 GiB between GPUs, and 256 MiB on hosts
     placement: tuple[str, ...] = ("packed",)  # as `experiment.placement` of experiment=transfer
+    # of the model, as in experiment=transfer: begun together, sources would go from sink to sink in step.  A process
+    # woke over ZeroMQ in 50 to 283 us on a host with 2 x H200 (`pdsim doctor --host`)
+    skew: Seconds = 230e-6
     # at most 3 minutes on loopback: one job, few pairs and reads and one length of handoffs, of at most 4 MiB
     quick: bool = False
     jobs: int = 0  # ranks are started anew, the mean counts; a third for handoffs and serve; 0 is 9, and 3 on hosts
@@ -136,7 +139,7 @@ def parts(config: Config, design: Design, folder: Path, notes: list[str]) -> Ite
         # which take longer to fill and to compare than to transfer
         yield transfer.TransferOptions(
             points=str(folder / POINTS), repeat=design.repeat, volume=design.volume, warmup=10,
-            placement=design.placement, order="shuffled", verify=False,
+            placement=design.placement, order="shuffled", verify=False, skew=design.skew,
         )  # fmt: skip
     yield from _handoffs(config, design, design.tp or (MANY if ranks >= 8 else FEW), notes)
     if "allgather" in design.classes and config.collective is not None:

@@ -78,6 +78,14 @@ def test_each_flow_has_its_time_and_its_rate():
         assert row["p50"] == pytest.approx(2000, rel=0.01)
 
 
+def test_sources_that_begin_apart_do_not_go_in_step():
+    """Two sources each to the same two sinks: together, both are at one sink; apart, they take turns."""
+    names = {"patterns": ("cross:2x2",), "blocks": (1,), "size": (1 << 20,), "schedule": ("serial",), "repeat": 20}
+    together, apart = (measure(**names, skew=skew).values["bw_max_gbs"] for skew in (0.0, 230e-6))
+    again = measure(**names, skew=230e-6).values["bw_max_gbs"]
+    assert apart == again > 1.1 * together
+
+
 def test_a_program_pauses_between_transfers_that_take_as_long():
     def records(pause: float, seed: int = 0) -> list[Any]:
         config = replace(configured(repeat=50, pause=pause), seed=seed)

@@ -28,6 +28,7 @@ from tests.support.serving import GQA
 SMALL: dict[str, Any] = {
     "classes": ("pair", "contention", "handoff"), "size": (4096, 65536), "blocks": (1, 3), "contended": (65536,),
     "patterns": ("incast:2", "cross:2x2"), "contended_blocks": (1,), "tokens": (64,), "tp": ("2to1",), "repeat": 4,
+    "skew": 0.0,  # what stands for a real engine has none
 }  # fmt: skip
 AFTER = "the predictions were made after these measurements"
 
