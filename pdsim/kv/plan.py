@@ -358,6 +358,12 @@ def _computed(first: int, count: int, each: int, planes: int) -> list[float]:
     return [(plane // each + 1) * each / planes for plane in range(first, first + count)]
 
 
+@lru_cache(maxsize=8)
+def _times(which: tuple[int, int, int, int], begun: float, seconds: float, now: float) -> list[float]:
+    # of the ranks of an instance, which begin at the same time
+    return [max(now, begun + seconds * share) for share in _computed(*which)]
+
+
 def in_layers(
     writes: Sequence[Write], begun: float, seconds: float, now: float, one_by_one: bool
 ) -> Iterator[tuple[float, Write]]:
@@ -368,7 +374,8 @@ def in_layers(
     layers = [write for write in writes if write.plane >= 0]
     if one_by_one and len({write.target for write in layers}) == 1:
         lead, *beside = layers
-        lead.times, lead.beside = [max(now, begun + seconds * share) for share in lead.computed()], beside
+        which = lead.plane, lead.count, lead.target.tensors, lead.target.planner.planes
+        lead.times, lead.beside = _times(which, begun, seconds, now), beside
         writes = [write for write in writes if write not in beside]
     else:
         writes = [one for write in writes for one in (write.split() if write.plane >= 0 else (write,))]

@@ -185,22 +185,34 @@ class Crossing:
 
     def _alone(self, lane: Lane, until: float) -> bool:
         # As `_run`, for the writes before the last that are complete before *until*; return whether there are any.
-        rate, before, free, rows = self._solve(1)[0][1], lane.number, self._free, lane.rows
-        while lane.number < len(lane.kinds) - 1:
-            end = lane.begin + lane.sizes[lane.kinds[lane.number]] / rate
-            idle = max(end, lane.posted)
-            complete = idle + lane.latency
-            if complete >= until or complete - lane.submitted > lane.limit:
+        rate, free, rows, before = self._solve(1)[0][1], self._free, lane.rows, lane.number
+        kinds, times, sizes, postings, latency = lane.kinds, lane.times, lane.sizes, lane.postings, lane.latency
+        number, thread, last = before, lane.thread, len(lane.kinds) - 1
+        submitted, posted, begin, ready = lane.submitted, lane.posted, lane.begin, free[lane.thread]
+        while number < last:
+            end = begin + sizes[kinds[number]] / rate
+            idle = max(end, posted)
+            complete = idle + latency
+            if complete >= until or complete - submitted > lane.limit:
                 break
-            rows.append((lane.submitted, lane.posted, lane.begin, end, complete))
-            lane.number += 1
-            lane.end, lane.idle = end, idle
-            at = max(complete, lane.times[lane.number]) if lane.times else complete
-            if at >= until:
+            rows.append((submitted, posted, begin, end, complete))
+            number += 1
+            submitted = times[number] if times and times[number] > complete else complete
+            lane.number, lane.end, lane.idle = number, end, idle
+            if submitted >= until:
+                free[thread] = ready
                 lane.go_on(complete, free)
-                break
-            lane.go_on(at, free)
-        return lane.number > before
+                return True
+            start = max(submitted, ready)
+            posted = ready = start + postings[kinds[number]]
+            begin = start if lane.overlap else posted
+            if begin - idle > lane.after:
+                begin += lane.wake
+        if number > before:
+            free[thread] = ready
+            lane.submitted, lane.posted, lane.begin = submitted, posted, begin
+            lane.phase, lane.at, lane.idle = POSTS, begin, begin
+        return number > before
 
     def _share(self, now: float) -> None:
         rates = self._rates.get(self._moving)

@@ -90,7 +90,9 @@ class SimWriteSequence(WriteSequence):
             if len(numbers) > 1:
                 first = self.done // count
                 kinds = [0] * len(numbers) if count == 1 else [number % count for number in numbers]
-                earliest = [times[number // count] for number in numbers] if times else ()
+                earliest: Sequence[float] = times[first:end] if count == 1 else ()
+                if times and count > 1:
+                    earliest = [times[number // count] for number in numbers]
                 self._numbers = numbers
                 self._series = self._foresee(self._peer, self._parts, first, kinds, earliest, self._on_series)
                 if self._series is not None:
@@ -110,7 +112,9 @@ class SimWriteSequence(WriteSequence):
         if over:
             self.done = over[-1] + 1
         for part, nbytes in enumerate(sizes):
-            if writes := len([number for number in over if number % parts == part]):
+            if parts == 1:
+                self._count(part, len(over), len(over) * nbytes)
+            elif writes := len([number for number in over if number % parts == part]):
                 self._count(part, writes, writes * nbytes)
         if count >= self._pause:
             self._pause = 1
@@ -189,8 +193,10 @@ class Series:
 
     def keep(self, rows: list[Row], state: State) -> None:
         """Set *state*, after the writes of *rows*; forget the arrivals foreseen beyond them."""
+        sizes, ended = self.sizes, self.path.ended
         for kind in self.kinds[len(self.rows) : len(self.rows) + len(rows)]:  # the sum depends on the order
-            self.path.ended += self.sizes[kind]
+            ended += sizes[kind]
+        self.path.ended = ended
         self.rows = [*self.rows, *rows] if self.rows else rows  # those that are alike have one list
         del self.arrivals.times[len(self.rows) :]
         self.state = state
