@@ -6,8 +6,6 @@ knows an engine by name: `pdsim doctor`, the checks of ``target=real``, the conf
 these.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar

@@ -5,8 +5,6 @@ Native libraries are tried in a process of their own, since some abort, and CUDA
 process says is kept: this machine does not change while a command runs.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

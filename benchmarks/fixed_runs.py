@@ -10,8 +10,6 @@ definitions, notes, evidence) and what is different in every run (`VOLATILE`) ar
 compare what does not depend on time: types, and the columns named in `REAL` or `SERVED`, in sorted order.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import hashlib

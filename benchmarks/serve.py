@@ -15,8 +15,6 @@ With --start, jobs of 100 requests on so many nodes of 8 GPUs, half of them pref
 Events per request do not depend on the machine, so they are asserted; seconds are only stated.
 """
 
-from __future__ import annotations
-
 import argparse
 import resource
 import subprocess

@@ -1,7 +1,5 @@
 """Logs and tables keep columns, read as the lists that they stand for, and cross to another process as those."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

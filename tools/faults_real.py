@@ -11,8 +11,6 @@ Seeds that a file has are not run again, and the rows of several files add up.  
 or three cores busy.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import re

@@ -22,8 +22,6 @@ the same room takes its place.  Five operators make mutants; what speaks to peop
 - *reorder*: two adjacent statements that call change places
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import contextlib

@@ -11,8 +11,6 @@ of all hosts are fitted, and the intervals are those of a set that nobody has se
 Student's distribution.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product

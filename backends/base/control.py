@@ -7,8 +7,6 @@ process ends.  A process that is stopped keeps it; only a deadline can tell.  Bo
 on a socket of its own, watches that, and receives all notes at one inbox.
 """
 
-from __future__ import annotations
-
 import contextlib
 import secrets
 import select

@@ -7,8 +7,6 @@ polled for, so ours go over `backends.base.control` after the target has acknowl
 may have other blocks under way, since the engine stops looking at the first bad one: it stays in quarantine.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -8,8 +8,6 @@ that is killed may end the rank that it reads from: UCX (1.23) takes a reply tha
 runs, 0 of 60 with writes; `docs/engines.md`).
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import logging

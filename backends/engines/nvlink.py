@@ -7,8 +7,6 @@ met, and unmapped before a withdrawn region is returned. The target has no part 
 does. A copy ends with the process that started it, before that counts as dead.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple

@@ -6,8 +6,6 @@
 sees all GPUs of the deployment, its own first: CUDA IPC cannot map the memory of a hidden GPU.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

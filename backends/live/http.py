@@ -5,8 +5,6 @@ A `Format` is the JSON body of a request and the contents of one streamed chunk:
 ``/v1/chat/completions`` with vLLM's and llama.cpp's additions, or SGLang's ``/generate``.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager

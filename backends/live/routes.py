@@ -6,8 +6,6 @@ generate, then the same prompt with the parameters that prefill returned to deco
 router does: the prompt to both sides at once, with one ``bootstrap_room``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from abc import ABC, abstractmethod

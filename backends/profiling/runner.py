@@ -6,8 +6,6 @@ their own (`backends.profiling.measuring`), each seeing one GPU.  A job's files 
 and a CSV and a log for each worker.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`pdsim diagnose`: measured transfers beside what the engine's model expects, and what explains the difference."""
 
-from __future__ import annotations
-
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence

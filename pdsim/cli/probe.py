@@ -6,8 +6,6 @@ alone: ``calibrate --quick`` for each engine, ``profile``, and ``experiment=allg
 after each, and is `pdsim.calibration.bundle`'s.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

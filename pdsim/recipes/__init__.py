@@ -6,8 +6,6 @@ Dynamo or llm-d, or an entry of InferenceX's matrix.  `translated` says what eac
 those of the known releases, each with the key that it decides.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

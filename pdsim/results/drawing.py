@@ -5,8 +5,6 @@ A page can be zoomed and says more under the pointer; a file (SVG, PDF, PNG) is 
 the same bytes each time.  Colours, markers and dashes tell series apart together, for a print in black and white.
 """
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ weakest, and a colon; every YAML file of ``conf/`` has one for each of its numbe
 hardware, or of another model, counts as assumed.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ are nearly independent.  The trend test is Mann's and Kendall's (Mann, "Nonparam
 Econometrica 13, 1945) with the normal approximation.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import platform

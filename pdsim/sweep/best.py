@@ -5,8 +5,6 @@ All requests count, the warm-up included, and failed ones as not served; so a ra
 metrics of the runs, which leave a warm-up out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -6,8 +6,6 @@ of them is kept.  Shares of time say where a request waited, and not what would 
 are quicker.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from fnmatch import fnmatchcase

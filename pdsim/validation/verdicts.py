@@ -7,8 +7,6 @@ points are of all sizes, so that a model which fails at one end of them cannot h
 servers are judged alike; of servers a class is a metric, whose points are loads.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

@@ -1,7 +1,5 @@
 """Compact tables made of published ones: sizes left out, errors of rows held out, and the command."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

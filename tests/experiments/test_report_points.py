@@ -1,7 +1,5 @@
 """What the seeds share: effects and verdicts, variants of other experiments, and the points in data/reports."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

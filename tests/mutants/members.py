@@ -1,7 +1,5 @@
 """Defects of membership, as those of `tests.mutants.catalog`: instances that drain, leave and join."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import patch
 

@@ -1,7 +1,5 @@
 """A small change of our own code while a scenario runs, and the seeds that it takes to catch it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Compact tables: curves between measured sizes, files, what ships, and forwards by them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

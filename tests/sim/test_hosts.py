@@ -1,7 +1,5 @@
 """Hosts on the model: when messages arrive, and when a rank acts upon what comes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

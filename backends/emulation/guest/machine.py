@@ -9,8 +9,6 @@ Nothing outlives the `with` block of `boot`: not the emulator, which the kernel 
 killed, and not the folder, which in that case the next `boot` removes.  Nothing is mounted on the host.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

@@ -6,8 +6,6 @@ lines that only make sense on a terminal.  The templates ``page.html``, ``page.c
 are filled in by jinja2, which escapes all text; the policy in the page keeps the browser from loading anything else.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

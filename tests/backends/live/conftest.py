@@ -1,7 +1,5 @@
 """A real OpenAI-compatible server on the processor: llama.cpp's, with a tiny model of random weights."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
