@@ -22,9 +22,20 @@ from pdsim.core.units import Positive, PositiveInt
 from pdsim.results import schema
 from pdsim.results.record import Metric, Result, Table, commit
 from pdsim.serving.workload import Request, draw
-from pdsim.validation.loads import BOUNDS, LATENCIES, SINGLE, compare_files, quantiles, values
 from pdsim.validation.sealed import EXPECTED, MEASURED, adopt, keep, read, seal
-from pdsim.validation.verdicts import Bound, by_class, failures, points, tables
+from pdsim.validation.verdicts import (
+    BOUNDS,
+    LATENCIES,
+    SINGLE,
+    Bound,
+    by_class,
+    compare_files,
+    failures,
+    points,
+    quantiles,
+    tables,
+    values_of,
+)
 
 if TYPE_CHECKING:
     from backends.live.live_deployment import LiveDeployment, Served
@@ -231,7 +242,7 @@ def _rows(config: Config, requests: Sequence[Request], served: Served) -> tuple[
 def _predictions(folder: Path) -> Result:
     made = read(folder / EXPECTED)["predicted"]
     columns = {"load": "or single requests of so many tokens", "metric": "of its requests", "predicted ms": ""}
-    shown = Table("Predicted", columns, [[one.label, one.group, one.value * 1e3] for one in values(made)])
+    shown = Table("Predicted", columns, [[one.label, one.group, one.value * 1e3] for one in values_of(made)])
     return Result(summary=(Metric("parts", len(made), "loads, and lengths of single requests"),), tables=[shown])
 
 

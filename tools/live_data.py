@@ -23,8 +23,8 @@ from pdsim.core.files import data
 from pdsim.results.record import Table
 from pdsim.results.terminal import show_table
 from pdsim.serving.workload import Request
-from pdsim.validation.loads import BOUNDS, SINGLE, quantiles
 from pdsim.validation.sealed import unseal
+from pdsim.validation.verdicts import BOUNDS, SINGLE, quantiles
 
 METRICS = {f"{name}_s": bound for name, bound in BOUNDS.items()}
 """Compared metrics of a load, and the relative error that is asked for."""

@@ -14,9 +14,8 @@ from pdsim.results import terminal
 from pdsim.results.drawing import Figure, Marks, Panel, Scale, cumulative, thinned
 from pdsim.results.report.page import Content, Tile, run_content
 from pdsim.results.store import FILES
-from pdsim.validation import loads
 from pdsim.validation.sealed import EXPECTED, MEASURED, read, values_in
-from pdsim.validation.verdicts import Compared, by_class, by_decade, compare, grouped, points, tables
+from pdsim.validation.verdicts import Compared, by_class, by_decade, compare, compare_files, grouped, points, tables
 
 _POINTS = 1500
 _CLOSE = 0.1
@@ -35,7 +34,7 @@ def compared_in(folder: Path) -> tuple[dict[str, Any], dict[str, Any], list[Comp
     measured = read(second, "expectations")
     if "runs" in measured:
         expected = read(first, "predicted")
-        return expected, measured, loads.compare_files(expected, measured)
+        return expected, measured, compare_files(expected, measured)
     expected = read(first, "expected", "written", "hw", "backend")
     measured = read(second, "measured", "engines", "began")
     return expected, measured, compare(values_in(first, "expected"), values_in(second, "measured"))

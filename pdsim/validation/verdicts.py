@@ -4,14 +4,14 @@
 An error is (predicted - measured) / measured; median and 95th percentile of its absolute value come with 95 %
 intervals from a bootstrap over the points.  A class is what one error is stated for, such as pairs of ranks; its
 points are of all sizes, so that a model which fails at one end of them cannot hide.  Transfers, collectives and live
-servers are judged alike; of servers a class is a metric, whose points are loads.
+servers are judged alike; of servers a class is a metric, and a point is a load, or single requests of one length.
 """
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from statistics import geometric_mean
-from typing import Any
+from statistics import geometric_mean, median
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -328,3 +328,54 @@ def metrics(both: Sequence[Compared], classes: Sequence[Class]) -> list[Metric]:
             "covered", share, "share of measurements in the interval of their prediction; null without intervals"
         ),
     ]
+
+
+LATENCIES = ("ttft", "tpot", "e2e", "prefilled", "handoff")
+"""Columns of a row, where it has them."""
+
+BOUNDS = {"ttft_p50": 0.10, "ttft_p90": 0.15, "ttft_p99": 0.15, "tpot_p50": 0.05, "tpot_p99": 0.15, "e2e_p50": 0.05}
+"""What is compared of each load, and the relative error that is asked for."""
+
+SINGLE = "single-"
+"""How the names of single requests of one length begin; the length in tokens follows."""
+
+Quantiles: TypeAlias = Mapping[str, Mapping[str, float]]
+"""Seconds by part and metric."""
+
+
+def quantiles(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return each of `BOUNDS` in seconds for *rows* that ended well, without those that so few cannot give.
+
+    A 99th percentile takes 100 rows, a 90th ten (`pdsim.results.record.percentile`).
+    """
+    values = {}
+    for name in BOUNDS:
+        latency, _, share = name.rpartition("_p")
+        seconds = [row[latency] for row in rows if row.get(latency) is not None]
+        value = percentile(np.array(seconds), float(share)) if seconds else None
+        if value is not None:
+            values[name] = value
+    return values
+
+
+def values_of(of: Quantiles) -> list[Value]:
+    """Return *of* as what is compared: group and label are metric and part."""
+    every = ((part, *each) for part, metrics in of.items() for each in metrics.items())
+    return [Value(metric, part, "time", 0, seconds) for part, metric, seconds in every if metric in BOUNDS]
+
+
+def compare_files(expected: Mapping[str, Any], measured: Mapping[str, Any]) -> list[Compared]:
+    """Return what the files of a validation of servers have in common; requests that failed are left out.
+
+    A measured value is the median of the runs that have it; *per_job* has the value of each run.  Raise a
+    `ConfigError` if the files have nothing in common.
+    """
+    every: list[Value] = []
+    for run in measured["runs"]:
+        ended = {name: [row for row in rows if row["status"] == "ok"] for name, rows in run.items()}
+        every += values_of({name: quantiles(rows) for name, rows in ended.items()})
+    medians = []
+    for same in grouped(every, lambda value: value.key).values():
+        seen = tuple(value.value for value in same)
+        medians.append(replace(same[0], value=median(seen), per_job=seen))
+    return compare(values_of(expected["predicted"]), medians)

@@ -8,8 +8,19 @@ import pytest
 from experiments.validate_live import REST, in_turn, single_requests
 from pdsim.cli.main import main
 from pdsim.serving.workload import Request
-from pdsim.validation.loads import BOUNDS, SINGLE, compare_files, quantiles
-from pdsim.validation.verdicts import Bound, Class, Compared, by_class, failures, points, tables
+from pdsim.validation.verdicts import (
+    BOUNDS,
+    SINGLE,
+    Bound,
+    Class,
+    Compared,
+    by_class,
+    compare_files,
+    failures,
+    points,
+    quantiles,
+    tables,
+)
 from tests.backends.live.conftest import llama  # noqa: F401 a fixture
 
 WORDS = [
