@@ -201,6 +201,8 @@ HOST = {
 Layers with experts take twice as long (one host), a product of 8 bits 20 us more (two: 0 and 21 where a load's short
 prompts were quickest).  *prompt_host* is what longer prompts take beyond their operators.
 """
+ROUTING = {"vllm": 3.6e-6, "sglang": 7e-6}
+"""Of a layer with experts: vLLM's is what steps of one request of Qwen3-30B-A3B leave (data/live); 7 is assumed."""
 TRITON = {
     "triton_prefill": Roof(launch=5e-6, flops_share=0.17),
     "triton_prefix": Roof(flops_share=0.11),
@@ -245,7 +247,7 @@ def _compacted(source: Path, asked: tuple[str, str], compact: str, config: Confi
         gpu=gpu,
         table=path.name if path.resolve().parent == tables.FOLDER else str(table.resolve()),
         imbalance="drawn" if engine == "vllm" else Kernels.imbalance,
-        routing=None if engine == "trtllm" else Roof(launch=7e-6),  # assumed: one kernel that chooses, and a sum
+        routing=Roof(launch=ROUTING[engine]) if engine in ROUTING else None,  # a kernel that chooses, and a sum
         # SGLang computes prompts by heads (deepseek_v2.py, AttnForwardMethod.MHA)
         prefill_by_heads=engine == "sglang" and "mla_prefill" in grids and _absorbed(grids["mla_prefill"], config),
         **kept,
@@ -264,7 +266,8 @@ def _compacted(source: Path, asked: tuple[str, str], compact: str, config: Confi
         f"in-sample); launches are {measured if engine in HOST else f'assumed as in {compact}'}"
         + {
             "sglang": ". Triton's attention is assumed to reach the shares of H100's",
-            "vllm": ". Tokens of decode steps draw their experts, as with the dummy weights of data/live",
+            "vllm": ". Tokens of decode steps draw their experts, as with the dummy weights of data/live; routing "
+            "takes what steps of one request on three hosts there leave (in-sample)",
         }.get(engine, "")
     )
     title = f"{engine} {version} on {gpu}: a table of operators of AIConfigurator, written by pdsim profile"
