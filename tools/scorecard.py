@@ -20,7 +20,8 @@ from pdsim.core.files import data
 from tools.tables import markdown, rows
 
 NAMES = ("output", "tpot", "tpot p90", "tpot p99", "ttft", "ttft p90", "ttft p99")
-HEADS = ("simulator", "servers", "gpu", "count", *(f"{name} %" for name in NAMES), "source")
+CHOICE = ("SLO %", "strict SLO %", "regret %")
+HEADS = ("simulator", "servers", "gpu", "rows are", "count", *(f"{name} %" for name in NAMES), *CHOICE, "source")
 PEER = "AISimulate 0.13"
 
 
@@ -58,8 +59,9 @@ def table(path: Path | None = None) -> Iterator[str]:
         name = f"{row['count']} of these, steady" if steady else f"{row['count']} {row['gpu'].upper()}"
         name += ", disaggregated" if kind == "disaggregated" and not steady else ""
         name += f" (AISimulate {peer['count']})" if peer and peer["count"] != row["count"] else ""
-        lines.append((name, _cell(row), _cell(peer) if peer else None))
-    yield from markdown(("servers", "pdsim", PEER), lines)
+        choice = ("-" if not (text := row[head]) else f"{float(text):.0f}" for head in CHOICE)
+        lines.append((name, row["rows are"], _cell(row), *choice, _cell(peer) if peer else None))
+    yield from markdown(("servers", "rows", "pdsim", "SLO", "strict SLO", "regret", PEER), lines)
 
 
 def _cell(row: dict[str, str]) -> str:
