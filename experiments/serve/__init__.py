@@ -383,10 +383,8 @@ def _check_cache(config: Config, job: Deployment) -> None:
 
 def _colocated(config: Config, job: Deployment) -> Deployment:
     side = config.parallel.prefill
-    if side.pp * side.cp * side.dp > 1 or config.target != "model":
-        raise ValueError(
-            "experiment.deployment=colocated has target=model, tp and ep only; leave pp, cp and dp at 1"
-        )
+    if side.pp * side.cp > 1 or config.target != "model":
+        raise ValueError("experiment.deployment=colocated has target=model, tp, dp and ep; leave pp and cp at 1")
     if config.workload.aborts:
         raise ValueError("experiment.deployment=colocated serves everybody; leave workload.aborts at 0")
     count = len(colocated_places(config.parallel, config.hw)) // side.tp

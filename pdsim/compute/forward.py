@@ -132,8 +132,11 @@ def between_nodes(machine: Machine, ranks: int) -> tuple[float, float]:
 class ForwardModel(Protocol):
     """How long the iterations of a rank take, in seconds."""
 
-    def prefill(self, pieces: Iterable[tuple[int, int]]) -> float:
-        """Return the seconds of an iteration over *pieces*, each with so many tokens of context and so many new."""
+    def prefill(self, pieces: Iterable[tuple[int, int]], mean: int = 0) -> float:
+        """Return the seconds of an iteration over *pieces*, each with so many tokens of context and so many new.
+
+        Attention groups have *mean* new tokens each in the mean, 0: as many as these; only attention is of *pieces*.
+        """
 
     def step(self, batch: int) -> float:
         """Return the seconds of a decode iteration of *batch* requests, without those for their context."""
@@ -306,13 +309,15 @@ class OperatorForward:
 
     # --- what serving asks for -------------------------------------------------------------------------------------
 
-    def prefill(self, pieces: Iterable[tuple[int, int]]) -> float:
+    def prefill(self, pieces: Iterable[tuple[int, int]], mean: int = 0) -> float:
         """Return the seconds of an iteration over *pieces*, each with so many tokens of context and so many new."""
         taken = list(pieces)
         tokens = 0
         for _, new in taken:
             tokens += new
-        linear = self._prompts(tokens, len(taken))
+        linear = self._prompts(mean or tokens, len(taken))
+        if mean and mean != tokens:
+            linear += self._own(tokens) - self._own(mean)
         seconds = (linear + self._attention_layers * self._attention(taken)) / self.share
         if tokens > self.graph_tokens and seconds < self._launching:
             seconds = self._launching
@@ -392,6 +397,11 @@ class OperatorForward:
             head = self._linear(1, sequences, absorbed) - self._linear(1, 1, absorbed)
             self._heads_of[sequences] = head
         return self._by_tokens(tokens) + head
+
+    def _own(self, tokens: int) -> float:
+        # the products of *tokens* that only their attention group computes
+        own = (each for each in self._products[self.kernels.absorbed_prefill] if each[0].name in ATTENTION)
+        return sum(one.times * self.gemm(tokens, one.n, one.k, dtype) for one, dtype in own)
 
     @cached_property
     def _by_tokens(self) -> tables.Curve:

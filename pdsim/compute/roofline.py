@@ -90,7 +90,7 @@ class ForwardTime:
     stages: int = 1  # of a pipeline, that a token passes one after the other; the rest is of one of them
     exchange: Exchange = field(default_factory=Exchange)  # tokens on their way to experts of other ranks
 
-    def prefill(self, pieces: Iterable[tuple[int, int]]) -> float:
+    def prefill(self, pieces: Iterable[tuple[int, int]], mean: int = 0) -> float:
         """Return the seconds of an iteration over *pieces*, each with so many tokens of context and so many new.
 
         Rows that pad a sequence to the longest of the batch meet all of its keys, new ones and those of the context.
@@ -112,10 +112,11 @@ class ForwardTime:
                 prefix += (longest - new) * before
         if self.prefix_flops == self.attention_flops:
             pairs, prefix = pairs + prefix, 0
+        kv = (context + tokens) * self.kv_bytes
+        tokens = mean or tokens
         compute = self._sum(tokens * self.token_flops, self.flops, pairs * self.pair_flops, self.attention_flops)
         if prefix:
             compute += prefix * self.pair_flops / self.prefix_flops
-        kv = (context + tokens) * self.kv_bytes
         memory = self._sum(self._weights(tokens), self.weight_rate, kv, self.memory_rate)
         return self._total(self._roof(compute, memory), tokens)
 

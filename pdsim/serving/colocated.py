@@ -12,7 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from simpy.events import Event
 
@@ -32,8 +32,8 @@ from pdsim.transfer.job import Place, Rank
 
 
 def instances(job: Deployment) -> tuple[str, ...]:
-    """Return the names of the engines of *job*: as many as it has prefill instances."""
-    return tuple(f"colocated{number}" for number in range(job.prefill_instances))
+    """Return the names of the engines of *job*, or of their attention groups: those of its prefill instances."""
+    return tuple(name.replace("prefill", "colocated", 1) for name in job.prefills)
 
 
 def program(
@@ -72,8 +72,10 @@ class _Service(RankProcess):
         }
 
     def run(self) -> Program:
-        for engine in self.engines.values():
-            self.clock.process(engine.run())
+        engines, dp = [*self.engines.values()], self.job.prefill_dp
+        for at in range(0, len(engines), dp):
+            one = engines[at : at + dp]
+            self.clock.process(one[0].run() if dp == 1 else stepping_together(self.clock, one))
         self.arrivals.begin(self.clock.now)
         yield self.ended
         report: dict[str, Any] = {"start": self.arrivals.start, "rows": self.rows}
@@ -120,6 +122,14 @@ class _Service(RankProcess):
             self.end()
 
 
+class Step(NamedTuple):
+    """What a scheduler has chosen for a step."""
+
+    pieces: list[tuple[int, int]]  # of prompts: tokens covered before, and tokens
+    ends: list[ColocatedRequest]  # that it completes
+    fresh: bool  # whether there are new requests, which the next step may begin
+
+
 @dataclass(slots=True, eq=False)
 class ColocatedRequest:
     """A request at an engine; times are seconds on the clock, -1 while unknown."""
@@ -136,6 +146,31 @@ class ColocatedRequest:
     priority: int = 0
     cached: int = 0  # tokens of the prompt that no step computes
     loaded: int = 0  # of them, those that came back from host memory
+
+
+def stepping_together(clock: Clock, groups: Sequence[ColocatedEngine]) -> Program:
+    """Serve with the attention *groups* of one engine, for ever: their steps begin at once and end with the last.
+
+    Each group has requests, pages and a queue of its own.  Experts, and layers without attention, compute the tokens
+    of all: those of prompts as many as there are, those of decode padded to the largest batch (SGLang 0.5.12,
+    ``dp_attention.py``, `DpPaddingMode`; vLLM 0.22.1, ``v1/worker/dp_utils.py``).
+    """
+    idle = True
+    while True:
+        chosen = [one.choose(idle) for one in groups]
+        moves = [one for one in groups if one.moves]
+        for one in moves:
+            yield from one.move()
+        tokens = sum(new for step in chosen for _, new in step.pieces)
+        mean = -(-tokens // len(groups))
+        seconds = max(one.begin_alone(step, mean) for one, step in zip(groups, chosen, strict=True))
+        idle = not seconds
+        if not idle:
+            yield clock.at(clock.now + seconds)
+            for one, step in zip(groups, chosen, strict=True):
+                one.end_alone(step)
+        elif not (moves or any(step.fresh or one.has_arrived for one, step in zip(groups, chosen, strict=True))):
+            yield clock.any_of([one.news() for one in groups])
 
 
 def _launch(job: Deployment) -> float:
@@ -190,6 +225,8 @@ class ColocatedEngine:
         self._retracted: deque[tuple[ColocatedRequest, Member]] = deque()  # whose KV is in host memory
         self._moving = [0, 0]  # tokens that go to host memory, and back, before the next step
         self._news: Event | None = None
+        self._due = 0.0  # when the step of a group would end by itself
+        self._prompts = False  # whether the step before had any
 
     def submit(self, request: RoutedRequest) -> None:
         """Take *request*, which the next step may begin, or with ``engine.overlap`` the one after it."""
@@ -201,18 +238,12 @@ class ColocatedEngine:
 
     def run(self) -> Program:
         """Serve, for ever.  Raise a `ConfigError` if the scheduler gives a piece that does not fit."""
-        overlap, idle, prompts = self.job.engine.overlap, True, False
+        idle = True
         while True:
-            self._make_room()
-            if idle or not overlap:
-                self._look(idle or prompts)
-            pieces, ends = self._pieces()
-            idle, prompts = False, bool(pieces)
-            # the next step is chosen while this one runs, from what is here now
-            fresh = overlap and self._look(prompts)
-            moves = any(self._moving) or self.pages.has_incoming
+            pieces, ends, fresh = self.choose(idle)
+            idle, moves = False, self.moves
             if moves:
-                yield from self._move()
+                yield from self.move()
             if pieces and self.job.engine.mixed:
                 yield self.clock.at(self._batch.begin_mixed(self.clock.now, pieces))
                 self._batch.advance(self.clock.now)
@@ -224,20 +255,71 @@ class ColocatedEngine:
                 idle = True
                 if not (moves or fresh or self._arrived):  # or a request may have come meanwhile
                     self._batch.begin(self.clock.now)
-                    self._news = self.clock.event()
-                    yield self._news
+                    yield self.news()
                 continue
-            for number in self._batch.finished():
-                self._end(self._open[number])
-            if self.job.cache.prefill:
-                for one in self._open.values():
-                    if self.job.cache.found == "computed":
-                        self._commit(one)
-                    if one.has_pages and self.pages.tiers is not None:
-                        self.pages.store(one.request.room, one.keys[: one.done // self.job.page_size])
-                self._store()
-            for one in ends:
-                self._next_token(one)
+            self._after(ends)
+
+    def _after(self, ends: Sequence[ColocatedRequest]) -> None:
+        # A step has ended, with those whose prompts it was the last of.
+        for number in self._batch.finished():
+            self._end(self._open[number])
+        if self.job.cache.prefill:
+            for one in self._open.values():
+                if self.job.cache.found == "computed":
+                    self._commit(one)
+                if one.has_pages and self.pages.tiers is not None:
+                    self.pages.store(one.request.room, one.keys[: one.done // self.job.page_size])
+            self._store()
+        for one in ends:
+            self._next_token(one)
+
+    def choose(self, idle: bool) -> Step:
+        """Return the next step, of what is here now if the engine was *idle*, else of what the scheduler saw."""
+        overlap = self.job.engine.overlap
+        self._make_room()
+        if idle or not overlap:
+            self._look(idle or self._prompts)
+        pieces, ends = self._pieces()
+        self._prompts = bool(pieces)
+        # the next step is chosen while this one runs, from what is here now
+        return Step(pieces, ends, overlap and self._look(self._prompts))
+
+    @property
+    def moves(self) -> bool:
+        """Whether KV has to move before the next step."""
+        return any(self._moving) or self.pages.has_incoming
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether there are requests that the scheduler has not seen."""
+        return bool(self._arrived)
+
+    def news(self) -> Event:
+        """Return what happens when a request comes."""
+        self._news = event = self.clock.event()
+        return event
+
+    def begin_alone(self, step: Step, mean: int) -> float:
+        """Begin *step* of a group; return its seconds, were it alone, 0 without work.
+
+        The groups of the engine have *mean* tokens of prompts each in the mean.
+        """
+        batch, now, pieces = self._batch, self.clock.now, step.pieces
+        self._due = now
+        if pieces and self.job.engine.mixed:
+            self._due = batch.begin_mixed(now, pieces, mean)
+        elif pieces:
+            return batch.alone(pieces, mean)
+        elif batch.begin(now, 1) < math.inf:
+            self._due = batch.end(1)
+        return self._due - now
+
+    def end_alone(self, step: Step) -> None:
+        """End *step* of a group, which may have waited for others."""
+        if self.job.engine.mixed or not step.pieces:
+            self._batch.advance(self._due)
+            self._unseen = 0 if step.pieces else (self._unseen + 1) % self.job.engine.look
+        self._after(step.ends)
 
     def _look(self, now: bool) -> bool:
         # Whether there are new requests; those that have come since are seen *now* or after enough decode steps.
@@ -366,8 +448,8 @@ class ColocatedEngine:
             one.total, one.left, one.done = member.context, member.left - 1, 0
             self._queue.appendleft(one)
 
-    def _move(self) -> Program:
-        # Prefixes come back before the next step, at the rate of the links.
+    def move(self) -> Program:
+        """Wait until prefixes and retracted KV have moved, at the rate of the links."""
         rate = self.job.engine.retract_rate
         (out, back), self._moving = self._moving, [0, 0]
         loaded = self.pages.incoming()

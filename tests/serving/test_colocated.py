@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from experiments.serve import ServeOptions, job
+from experiments.serve import ServeOptions, job, on_model
 from pdsim.core.errors import ConfigError
 from pdsim.models.llm import Hybrid, Side
 from pdsim.serving.deployment import Deployment
@@ -199,3 +199,42 @@ def test_a_prefix_comes_back_from_host_memory_in_the_exact_time():
     load = 496 * what.shape.token_bytes(1) / 1e9
     assert last["ttft"] == pytest.approx(load + mixed(what, [(496, 16)], []), rel=1e-9)
     assert any(share > 0 for name, share in outcome.links.items() if name.endswith("pcie.out"))
+
+
+GROUPS = Side(tp=2, dp=2), Side(tp=2, dp=2)
+
+
+def grouped(requests: list[Request], **changes: Any) -> tuple[list[dict[str, Any]], Deployment]:
+    """Return what becomes of *requests* on one engine of two attention groups, and its job."""
+    config = configured(*GROUPS, options=TOGETHER | {"engines": 1}, kv=Kv(page_size=16), **changes)
+    what = job(config, ServeOptions.of(config))
+    return rows(on_model(config, what, requests)), what
+
+
+def test_a_step_of_groups_lasts_as_long_as_the_longest():
+    (one, other), what = grouped([Request(0.0, 200, 5), Request(0.0, 100, 3)])
+    assert {one["prefill"], other["prefill"]} == {"colocated0d0", "colocated0d1"}
+    first = max(what.prefill_time.prefill([(0, tokens)], 150) for tokens in (200, 100))  # 150 in the mean
+    steps = [max(decode(what, [200 + token]), decode(what, [100 + token])) for token in range(1, 3)]
+    assert one["ttft"] == other["ttft"] == pytest.approx(first, rel=1e-12)
+    assert other["e2e"] == pytest.approx(first + sum(steps), rel=1e-12)
+    assert one["e2e"] == pytest.approx(first + sum(steps) + decode(what, [203]) + decode(what, [204]), rel=1e-12)
+
+
+def test_a_group_without_requests_waits_with_the_other():
+    (alone,), what = grouped([Request(0.0, 200, 3)])
+    first = what.prefill_time.prefill([(0, 200)], 100)  # half of the tokens in the mean
+    assert alone["ttft"] == pytest.approx(first, rel=1e-12)
+    assert first < what.prefill_time.prefill([(0, 200)])
+    begun = first + 0.5 * decode(what, [201])
+    one, other = grouped([Request(0.0, 200, 3), Request(begun, 100, 1)])[0]
+    assert other["queueing"] == pytest.approx(0.5 * decode(what, [201]), rel=1e-9)
+    assert one["e2e"] == pytest.approx(begun + other["e2e"], rel=1e-9)
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_many_requests_on_groups_all_end(mixed: bool):
+    requests = [Request(0.01 * number, 100 + 37 * number % 400, 5 + number % 30) for number in range(60)]
+    every, _ = grouped(requests, engine=growing("recompute", mixed=mixed, overlap=not mixed))
+    assert [row["status"] for row in every] == ["ok"] * 60
+    assert {row["prefill"] for row in every} == {"colocated0d0", "colocated0d1"}
