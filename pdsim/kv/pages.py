@@ -10,6 +10,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain, repeat
 from operator import itemgetter, sub
 
@@ -70,6 +71,7 @@ def before(pages: Pages, end: int) -> Pages:
     return tuple(runs)
 
 
+@lru_cache(maxsize=4)  # the ranks of an instance ask one after the other
 def pair(source: Pages, target: Pages) -> Runs:
     """Return the runs that move the pages of *source*, in order, to the first as many of *target*.
 
