@@ -358,16 +358,14 @@ class JobClock(Clock):
                 return
             if not ahead:
                 raise EmptySchedule
-            due = heappop(ahead)  # as `EventQueue.take`
-            queue.now = due[0]
+            clock: Clock
+            queue.now, _, _, clock, function, argument = heappop(ahead)  # as `EventQueue.take`
             self.events += 1
-            clock: Clock = due[3]
-            function = due[4]
             if clock.halted:
-                clock.defer(function, due[5])
+                clock.defer(function, argument)
             elif function is not None:  # nearly all of them
-                function(due[5])
-            elif (error := process_event(due[5])) is not None:
+                function(argument)
+            elif (error := process_event(argument)) is not None:
                 if not isinstance(clock, RankClock):
                     raise error
                 crashed(clock, error)

@@ -38,7 +38,7 @@ class IsolatedTransfers:
         self.links: dict[Link, Posting] = {}
         self._network = network
         self._clock: Clock = network.clock
-        self._rates: dict[Path, float] = {}  # of one flow alone on the links of each
+        self._ways: dict[Path, tuple[float, tuple[Link, ...]]] = {}
 
     def begin(self, posting: Posting, begin: float) -> bool:
         """Let *posting*, whose wire is due at the time *begin*, be isolated; return whether it is.
@@ -50,17 +50,15 @@ class IsolatedTransfers:
         on = begin if copier is None else copier.alone_at(posting, begin)
         if on is None or wire.streams is not None or not size or self._network.foreseen.series:
             return False
-        for link in path.live:
+        known = self._ways.get(path)
+        if known is None:
+            known = self._ways[path] = self._way(path)
+        rate, links = known
+        for link in links:
             if link in self.links:
-                self.meet((link,))
+                self.go_on(self.links[link])
                 return False
-        if not self._network.is_idle(path.live):
-            return False
-        rate = self._rates.get(path)
-        if rate is None:
-            own = [path.cap if link is path.own else link.capacity / path.links.count(link) for link in path.live]
-            rate = self._rates[path] = min(own, default=inf)
-        if not 0.0 < rate < inf:
+        if not (rate and self._network.is_idle(path.live)):
             return False
         off = on + size / rate
         if copier is not None and wire.occupancy:
@@ -68,11 +66,18 @@ class IsolatedTransfers:
         ended, over = queue.ends(posting, off)
         posting.plan = begin, on, off, ended, over, rate
         queue.poster.isolated = posting
-        for link in path.live:
+        for link in links:
             self.links[link] = posting
         reported = queue.reported(posting, over)
         self._clock.call_at(reported, self._end, posting, NORMAL if reported > off else LAST)
         return True
+
+    def _way(self, path: Path) -> tuple[float, tuple[Link, ...]]:
+        # Bytes/s of a flow that is alone on *path*, 0.0 if that is not known, and the links that others may pass.
+        rates = [path.cap if link is path.own else link.capacity / path.links.count(link) for link in path.live]
+        rate = min(rates, default=inf)
+        links = tuple(link for link in dict.fromkeys(path.live) if link is not path.own)
+        return rate if 0.0 < rate < inf else 0.0, links or path.live
 
     def _end(self, posting: Posting) -> None:
         if posting.plan is None:
@@ -86,8 +91,8 @@ class IsolatedTransfers:
 
     def _forget(self, posting: Posting) -> None:
         posting.plan = posting.queue.poster.isolated = None
-        for link in posting.wire.path.live:
-            self.links.pop(link, None)  # where it passes twice, it is gone already
+        for link in self._ways[posting.wire.path][1]:
+            del self.links[link]
 
     def meet(self, links: Iterable[Link]) -> None:
         """Have the isolated transfers on *links* go on as others do."""
@@ -99,7 +104,7 @@ class IsolatedTransfers:
     def cut(self) -> None:
         """Have all go on as others do: what a link can carry, or which links limit a path, is about to change."""
         self.meet(list(self.links))
-        self._rates.clear()
+        self._ways.clear()
 
     def go_on(self, posting: Posting) -> None:
         """Have *posting* go on as others do, from what has become of it by now."""
