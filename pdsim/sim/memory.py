@@ -396,7 +396,8 @@ class CopyEngine:
     *streams*, one for each peer, it stays with one until that is empty (`data/benchmarks/crossing-4xh200.parquet`).
 
     Ranks are processes, which have it in turns of at most `Gpu.slice` seconds, even in the middle of a copy
-    (`data/benchmarks/field-crossing-2xh200.csv`); with 0 their copies go on side by side.  On one stream the
+    (`data/benchmarks/field-crossing-2xh200.csv`); with 0 their copies go on side by side, and so do those that leave
+    room on the links, as NIXL's with its thread (`data/benchmarks/transfers-4xh100.parquet`).  On one stream the
     descriptors of a transfer take their time when the copies before it have ended, and an end is seen when the
     stream is idle (`data/benchmarks/transfers-4xh100.parquet`).  Copies *within* a GPU are kernels: they have an
     engine of their own, and wait `Gpu.process_switch` when the turn is another process'.
@@ -517,7 +518,7 @@ class CopyEngine:
 
     def start(self, posting: Posting) -> None:
         """Put *posting* on the wire, now or in the turn of its rank."""
-        if not self.shared:
+        if not self.shared or posting.wire.leaves_room:
             posting.queue.start(posting)
             return
         poster = posting.queue.poster

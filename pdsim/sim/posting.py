@@ -39,6 +39,10 @@ FIRST = 0.125
 37 x 12 KiB are, 37 x 96 KiB not (`data/benchmarks/transfers-4xh100.parquet`)."""
 
 
+FULL = 0.9
+"""Share of the links' rate from which on a transfer leaves no room for those of other processes (assumed)."""
+
+
 class Posting:
     """One transfer in the hands of the engine.  Made by `SendQueue.post`."""
 
@@ -84,6 +88,7 @@ class WireStage:
         self.path = path
         self.latency = latency  # from the end of posting and wire to completion
         self.rate = rate  # of a transfer that is alone, and no fault on the way
+        self.leaves_room = False  # on the links, for transfers of others
         self.occupancy = occupancy  # bytes that each descriptor keeps it from carrying
         self.streams: Streams | None = None  # of TCP, where the way takes time
 
@@ -139,6 +144,7 @@ class SendQueue:
         narrowest = min((link.nominal / path.links.count(link) for link in path.links), default=inf)
         latency, rate = model.latency + route.latency + read * model.read, min(cap, narrowest)
         stage = WireStage(path, latency, rate, model.wire_overhead(narrowest, read=read))
+        stage.leaves_room = rate < FULL * narrowest
         if route.chain is not None:
             answer = model.lanes * model.descriptor  # the engine's own latency is that of the last one only
             stage.streams = route.chain.streams(route.latency, answer, rate, model.lanes)

@@ -1,5 +1,6 @@
 """Which links lie between two memories."""
 
+import numpy as np
 import pytest
 
 from experiments import transfer
@@ -162,6 +163,19 @@ def test_a_queue_pair_has_one_of_two_bonded_ports():
         rates.append(result.values["bw_max_gbs"])
     assert rates[1] / rates[0] == pytest.approx(0.5, rel=0.01)
     assert rates[2] == pytest.approx(rates[0], rel=0.01)
+
+
+@pytest.mark.parametrize(("thread", "factor"), [("false", 2.0), ("true", 2 * 0.6934)])
+def test_processes_on_a_gpu_share_what_one_leaves(thread: str, factor: float):
+    """With its thread, NIXL alone reaches 0.69 of a GPU's rate, and two processes all of it."""
+    words = ["hw=2xh200", "backend=nixl", "experiment=transfer", f"backend.options.progress_thread={thread}"]
+    words += ["experiment.placement=[0,1,0,1]", "experiment.blocks=[1]", "experiment.size=[256MiB]"]
+    times = []
+    for name in ("pair", "pairs:2"):
+        config = compose([*words, f"experiment.patterns=[{name}]"])
+        result = transfer.run(config, Model(config.hw, config.backend), lambda *_: None)
+        times.append(np.median([one.seen - one.submitted for one in result.transfers]))
+    assert times[1] / times[0] == pytest.approx(factor, rel=0.1)
 
 
 @pytest.mark.parametrize(
