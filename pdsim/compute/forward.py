@@ -31,16 +31,7 @@ from pdsim.compute.kernels import Kernels, Peaks, Roof
 from pdsim.compute.lookup import Lookup
 from pdsim.compute.roofline import HOST_FLOPS, Exchange, ForwardTime, expert_parameters, kv_shape, weight_bytes
 from pdsim.compute.shapes import ATTENTION, LayerShape, Product, layer_shape, product_dtype, products
-from pdsim.compute.tiles import (
-    SORTED,
-    SPLIT,
-    Work,
-    causal_attention,
-    decode_rows,
-    grouped,
-    product,
-    whole_sequences,
-)
+from pdsim.compute.tiles import SORTED, SPLIT, Work, causal_attention, decode_rows, grouped, product, whole_sequences
 from pdsim.core.errors import ConfigError
 from pdsim.core.units import NotNegative, NotNegativeInt, Positive, Rate, Seconds, Share
 from pdsim.hardware.machine import Machine

@@ -221,15 +221,12 @@ RELEASES: Mapping[str, Mapping[str, tuple[Setting, ...]]] = {
         "1.4.0rc4": (
             Setting("kv.page_size", 32, "kv_cache_config.tokens_per_block", _LLM_ARGS),
             Setting(
-                "scheduler.memory_fraction",
-                _trtllm_memory,
-                "kv_cache_config.free_gpu_memory_fraction",
-                _LLM_ARGS,
+                "scheduler.memory_fraction", _trtllm_memory, "kv_cache_config.free_gpu_memory_fraction", _LLM_ARGS
             ),
             Setting("scheduler.chunk", 8192, "--max_num_tokens", _LLM_ARGS),
             Setting("scheduler.decode_batch", 2048, "--max_batch_size", _LLM_ARGS),
             Setting("scheduler.prefill_batch", 2048, "--max_batch_size", _LLM_ARGS),
-        ),
+        )
     },
 }
 """By engine and release, oldest first, the settings that differ from those of the release before."""

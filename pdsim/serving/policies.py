@@ -138,12 +138,7 @@ def router_policy(name: str) -> RouterPolicy:
 
 
 def step_pieces(
-    queue: deque[Any],
-    budget: int,
-    most: int,
-    policy: Scheduler,
-    name: str,
-    start: Callable[[Any], Any],
+    queue: deque[Any], budget: int, most: int, policy: Scheduler, name: str, start: Callable[[Any], Any]
 ) -> Iterator[tuple[Any, int]]:
     """Yield at most *most* requests of *queue*, with their next tokens, as *policy* fills a step of *budget* tokens.
 

@@ -583,11 +583,7 @@ class PeerFence:
     """
 
     def __init__(
-        self,
-        engine: EngineRank,
-        pool: KvPool,
-        peers: Iterable[int],
-        quiesced: Callable[[str], None] | None = None,
+        self, engine: EngineRank, pool: KvPool, peers: Iterable[int], quiesced: Callable[[str], None] | None = None
     ) -> None:
         self.free: Callable[[int], None] = engine.ignore
         self._engine = engine

@@ -1,7 +1,5 @@
 """What the checkers know of ranks that are lost and come back: whose memory is whose, what may be left."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

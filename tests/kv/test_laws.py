@@ -3,8 +3,6 @@
 Jobs are those of `experiment=faults` without any fault.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pages and slots have one owner at a time, come in runs as long as can be had, and keep prefixes."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 from typing import Any

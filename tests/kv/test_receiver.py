@@ -1,7 +1,5 @@
 """The staging ring and who is granted what and when, what is scattered, and when all is at rest."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

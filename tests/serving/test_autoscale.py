@@ -1,7 +1,5 @@
 """Instances that start and drain while requests are served: who decides, when they serve, and what that saves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Serving engines as data: exact times of single requests, queues, preemption and retraction, on the model."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What a request costs on the model, in SimPy events: the same on every machine, unlike seconds."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Nodes, GPUs and routers that fail while requests are served: when, what that ends, and what users see of it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

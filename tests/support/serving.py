@@ -1,7 +1,5 @@
 """Serving on the model, as tests of more than one room run it: `configured` composes, `serve` runs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
