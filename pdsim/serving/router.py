@@ -458,6 +458,8 @@ class Router(RankProcess):
         self.membership.directory.pop(request.room)
         request.lost = request.asked = ""
         request.answered = request.prefilled = False  # both may be set, of no bytes
+        if self.membership.draining:
+            self.membership.leave(self._rooms)
 
     def _fail_all(self, reason: str) -> None:
         for request in tuple(self._rooms.values()):

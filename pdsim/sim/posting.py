@@ -280,6 +280,7 @@ class SendQueue:
         posting.aborted = True
         if posting.posted is None:
             self._waiting.remove(posting)
+            self._let_in()
             return
         if posting.flow is not None:
             self.stop(posting)
@@ -451,6 +452,9 @@ class SendQueue:
         self.outstanding -= posting.descriptors
         if not posting.at_once:
             self.poster.under_way -= 1
+        self._let_in()
+
+    def _let_in(self) -> None:
         waiting = self._waiting
         while waiting and self._has_room(waiting[0].descriptors):
             self._admit(waiting.popleft())

@@ -31,6 +31,7 @@ class BoundsChecker:
     def __init__(self, report: Callable[[str, str], None]) -> None:
         self._report = report
         self.moved: set[int] = set()  # rooms that have posted a transfer
+        self._posted: set[tuple[Any, ...]] = set()
         self.nbytes = Counter[int]()  # by room: of transfers that succeeded, and of metadata in messages
         self._members: dict[str, Any] = {}
         self._rooms: dict[int, Submit] = {}
@@ -106,6 +107,10 @@ class BoundsChecker:
         """Check that the room of what is posted has not failed at the rank that posts it, and its send queues."""
         number = int(label.partition("/")[0])
         self.moved.add(number)
+        what = label, batch.source.owner, batch.target.owner, int(batch.target_offset[0]), batch.nbytes
+        if what in self._posted:
+            self._report("I14", f"{label} from {what[1]} to {what[2]} is posted twice")
+        self._posted.add(what)
         for owner in {batch.source.owner, batch.target.owner}:
             self._check_credits(owner)
             mover = getattr(self._members.get(owner), "mover", None)
@@ -169,7 +174,21 @@ class BoundsChecker:
         coming = self._coming.get(id(member))
         if coming is not None and not coming.triggered:
             self._report("I2", f"{member.rank.name} begins a step with KV that is not back from host memory")
+        scheduler: Any = member.scheduler
+        for room in scheduler.joined:
+            if room.state != "running":
+                self._report(
+                    "I14", f"room {room.request.room} gets its first token on {member.rank.name}: {room.state}"
+                )
         begin()
+        batch, pages = scheduler.batch, scheduler.pages
+        known = not member.job.engine.draft and pages.held == pages._cached  # all pages, and a token a step
+        steps = batch.steps(scheduler._due) if batch.runs and known else 0
+        ends = [(number, context + steps - 1) for number, context in batch.contexts() if steps]
+        needs = [pages.pool.rounded(member.job.page_count(end)) - pages.pool.count(number) for number, end in ends]
+        if sum(need for need in needs if need > 0) > pages.pool.free:
+            what = f"{pages.pool.free} pages are free on {member.rank.name}, and its batch needs {needs}"
+            self._report("I14", f"{what} more until it looks again")
 
     def _entered(
         self, member: Any, join: Callable[[int, int, int], None], number: int, context: int, steps: int
@@ -200,6 +219,8 @@ class BoundsChecker:
         endpoint: Any = getattr(getattr(self._members.get(owner), "rank", None), "endpoint", None)
         for peer, connection in getattr(endpoint, "_connections", {}).items():
             queue = connection.send_queue
+            if queue._waiting and queue._has_room(queue._waiting[0].descriptors):
+                self._report("I12", f"a post of {owner} waits, and there is room for it in the queue to {peer}")
             if 0 < queue._depth < queue.outstanding:
                 own = [one for one in endpoint.moving.values() if one.connection is connection]
                 under_way = [one for one in own if one.posting is not None and one.posting.posted is not None]

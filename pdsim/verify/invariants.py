@@ -251,6 +251,8 @@ class InvariantChecker(Observer):
         before = self._reports.setdefault((rank, message.room), end)
         if before != end:
             self._report("I1", f"room {message.room} {before} on {rank} and then {end}")
+        if message.reason.startswith("PeerLost") and not message.lost:
+            self._report("I5", f"{rank} says that a peer is lost, and not which: {message.reason}")
         if receives and "metadata" in message.reason:
             self._report("I6", f"{rank}: {message.reason}")
         elif message.reason.startswith("room " if receives else "MessageError: room ") and (

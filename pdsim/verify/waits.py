@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from math import inf, isinf
+from math import inf
 from typing import Any
 
 from pdsim.kv.messages import PrefillDone, Renew
@@ -30,7 +30,8 @@ class WaitChecker:
         self._report = report
         self._members: dict[str, Any] = {}
         self._now = -1.0
-        self._could: dict[str, tuple[Any, str]] = {}  # by rank: what it sleeps on, and what it could have done
+        # by rank: what it sleeps on, what it could do, and by when it must be awake
+        self._could: dict[str, tuple[Any, str, float]] = {}
         # by identity: rooms, and when each came to its state or its lease began
         self._since: dict[int, tuple[Any, Room, float]] = {}
         self._asked: dict[tuple[str, Any], float] = {}  # by rank and question: when a slot was asked for
@@ -47,6 +48,16 @@ class WaitChecker:
         renew = member.handlers.get(Renew)
         if renew is not None:
             member.handlers[Renew] = partial(self._renewed, member, renew)
+        scheduler: Any = member.scheduler
+        handoff = getattr(scheduler, "handoff", None)
+        for holder, name, state in (
+            (scheduler, "timers", "reserved"),
+            (handoff, "_timers", "waiting"),
+            (handoff, "_leases", "kept"),
+        ):
+            timers: Any = getattr(holder, name, None)
+            if timers is not None:
+                timers._expire = partial(self._expires, member, state, timers._expire)
         landing = getattr(getattr(member.mover, "receiver", None), "landing", None)
         if landing is not None:
             landing.ask = partial(self._asks, member, landing.ask)
@@ -81,6 +92,7 @@ class WaitChecker:
             if member.has_ended or member.clock.halted:
                 self._could.pop(name, None)
             elif isinstance(member, Router):
+                self._look_once_more(name, member, next(_chores(member), ""), now)
                 for instance, until in member.membership.draining.items():
                     if until < now - _ROUNDING:
                         self._report("I15", f"{instance} still drains, and its time is over")
@@ -88,19 +100,38 @@ class WaitChecker:
                 self._look_at(name, member)
 
     def _look_at(self, name: str, member: Any) -> None:
-        if member.scheduler is not None:
-            before, sleep = self._could.pop(name, None), _sleep(member.scheduler)
-            could = next(_work(member.scheduler), None) if sleep is not None else None
-            if could is not None:
-                self._could[name] = sleep, could
-                if before is not None and before[0] is sleep and before[1] == could:
-                    self._report("I12", f"{name} sleeps, and {could}")
-        receiver = getattr(member.mover, "receiver", None)
+        scheduler, receiver = member.scheduler, getattr(member.mover, "receiver", None)
+        if scheduler is not None:
+            sleep, until = _sleep(scheduler, self._now)
+            self._look_once_more(name, sleep, next(_work(scheduler), "") if sleep is not None else "", until)
+            for number, room in scheduler.rooms.items():
+                if (number in scheduler.pages.quarantined) != (_is_given_up(room) and room.has_pages):
+                    self._report("I8", f"room {number} on {name} has failed or is in quarantine, not both")
         if isinstance(receiver, KvReceiver) and receiver.landing is not None:
             key = next(iter(receiver.landing.ring._line), None)
             end = self._asked.get((name, key), inf) + receiver.landing._wait
             if key is not None and self._now > self._allowed(member, end) + _ROUNDING:
                 self._report("I15", f"a chunk waits for longer than it may for a slot of the ring of {name}: {key}")
+
+    def _look_once_more(self, name: str, sleep: Any, could: str, until: float) -> None:
+        before, asleep, end = self._could.pop(name, (None, "", inf))
+        if could:
+            same = before is sleep and asleep == could
+            self._could[name] = sleep, could, min(end, until) if same else until
+            if same and self._now > end + _ROUNDING:
+                self._report("I12", f"{name} sleeps, and {could}")
+
+    def _expires(self, member: Any, state: str, expire: Callable[[int], None], number: int) -> None:
+        # One that has failed meanwhile stays so, and of one that has arrived decode looks what it has.
+        room = member.scheduler.rooms.get(number)
+        if room is not None and not _is_given_up(room) and (room.state == state or state != "reserved"):
+            since = self._since[id(room)][2]  # infinity for a lease that a lost router was told of
+            early = member.clock.now < since + _limit(member, room) - _ROUNDING and since < inf
+            if early or room.state != state:
+                self._report(
+                    "I15", f"room {number}, {room.state} on {member.rank.name}, is given up for being {state}"
+                )
+        expire(number)
 
     def _paused(self, member: Any, pause: Callable[[float], None], end: float) -> None:
         self._pauses.setdefault(member.rank.name, []).append((member.clock.now, end))
@@ -133,12 +164,29 @@ def _limit(member: Any, room: Room) -> float:
     return job.bootstrap_timeout if room.state == "waiting" else 0.0
 
 
-def _sleep(scheduler: Any) -> Any:
-    # What tells this sleep from another; None if it is awake, or will be by itself.
+def _sleep(scheduler: Any, now: float) -> tuple[Any, float]:
+    # What tells this sleep from another, and until when it may last; None if it is awake.
     if isinstance(scheduler, DecodeScheduler):
-        return (scheduler._due_event or scheduler) if isinf(scheduler._due) and not scheduler._retracting else None
+        if scheduler._retracting:
+            return None, now
+        return scheduler._due_event or scheduler, scheduler.batch.boundary(now)
     idle = scheduler._idle
-    return idle if idle is not None and not idle.triggered else None
+    return idle if idle is not None and not idle.triggered else None, now
+
+
+def _is_given_up(room: Any) -> bool:
+    return room.state in ("failed", "revoked")
+
+
+def _chores(router: Any) -> Iterator[str]:
+    # What it has not done.
+    busy = {name for each in router._rooms.values() for name in (each.prefill, each.decode)}
+    for instance in router.membership.draining:
+        if router.registry.current(instance) not in busy:
+            yield f"{instance} drains, has no requests, and does not leave"
+    for number, request in router._rooms.items():
+        if request.finished is not None and (request.prefilled or request.lost):
+            yield f"room {number} is over, and not closed"
 
 
 def _work(scheduler: Any) -> Iterator[str]:
@@ -147,6 +195,7 @@ def _work(scheduler: Any) -> Iterator[str]:
 
     waiting: Any
     room: Any
+    others = sum(room.has_pages and not _is_given_up(room) for room in scheduler.rooms.values())
 
     def fits(request: Any, output: int, reach: int) -> bool:
         pages = pool.rounded(scheduler.job.page_count(request.input + output))
@@ -156,7 +205,7 @@ def _work(scheduler: Any) -> Iterator[str]:
         return bool(pages <= pool.free and rows and handoff.has_slot())
 
     if isinstance(scheduler, DecodeScheduler):
-        preemption, others = scheduler.preemption, scheduler.growing()
+        preemption = scheduler.preemption
         for room in (*scheduler.complete, *scheduler._late):
             yield f"room {room.request.room} has arrived"
         if scheduler._left:
@@ -164,7 +213,7 @@ def _work(scheduler: Any) -> Iterator[str]:
         if scheduler._waiting and preemption.has_place:
             yield f"room {scheduler._waiting[0].request.room} could join"
         if preemption.waiting:
-            room, others = preemption.waiting[0], others - len(preemption.waiting)
+            room = preemption.waiting[0]
             if preemption.has_place and preemption.memory.admits(room.context, len(scheduler.rooms)):
                 yield f"room {room.request.room} could go on"
         elif scheduler._queue:
@@ -175,7 +224,7 @@ def _work(scheduler: Any) -> Iterator[str]:
         waiting = preemption.waiting or scheduler._queue
         others += sum(room.released for room in scheduler.rooms.values())  # their pages come back at once
     else:
-        waiting, others = scheduler._queue, scheduler.pages.running
+        waiting = scheduler._queue
         if waiting:
             chosen = scheduler.policy.prefill(waiting, scheduler.job.chunk)
             room = None if chosen is None else waiting[chosen[0]]

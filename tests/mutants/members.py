@@ -8,6 +8,7 @@ from pdsim.kv.messages import Leave, epoch_of
 from pdsim.serving import membership
 from pdsim.serving.membership import Membership
 from pdsim.serving.rank_process import EngineRank, RankProcess
+from pdsim.serving.router import Router
 from tests.mutants.mutant import Mutant
 
 
@@ -46,6 +47,11 @@ def asks_the_resting(original: Any, self: Any, *query: Any) -> Any:
         return original(self, *query)
 
 
+def keeps_the_draining(original: Any, self: Router, request: Any) -> None:
+    with patch.object(self.membership, "leave"):
+        original(self, request)
+
+
 def nothing(*_: Any) -> None:
     """Do nothing."""
 
@@ -75,5 +81,7 @@ MEMBERSHIP = (
            ((Membership, "_stay", nothing),), changing),
     Mutant("M11", "the silence of an instance that has joined again is never noticed", "I5",
            ((Membership, "_register", joins_unheard),), changing),
+    Mutant("M12", "an instance stays though its last request was sent anew elsewhere", "I12",
+           ((Router, "_forget", keeps_the_draining),), lambda s: changing(s) and bool(s.kill)),
 )  # fmt: skip
 """Whoever joins, drains and leaves."""
