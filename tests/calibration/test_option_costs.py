@@ -29,8 +29,8 @@ def test_seconds_are_added_and_rates_are_shares():
 
 def test_each_rail_has_queue_pairs_of_its_own():
     model = replace(OFF, path="rdma", queue_rate=40e9, wire_descriptor=0.0)
-    assert model.on_rails(1) == model
-    alone, spread = (model.on_rails(rails).isolated_time(1, 1 << 30, 90e9) for rails in (1, 2))
+    assert model.on_cards(50e9, 1) == model
+    alone, spread = (model.on_cards(50e9, rails).isolated_time(1, 1 << 30, 90e9) for rails in (1, 2))
     assert (alone - OFF.latency) / (spread - OFF.latency) == pytest.approx(2.0)
 
 

@@ -321,6 +321,7 @@ NOT_DRAWN = {
     "engine.step_tokens": "is the chunk, which is drawn",
     "engine.mixed, engine.look": "of colocated engines alone",
     "engine.host_factor": "multiplies costs of hosts, which are drawn",
+    "cache.host_ratio": "another way to say cache.host, which is drawn",
     "engine.version": "names the settings that a release starts with, which are drawn one by one",
     "layerwise, colocated": "contents are not checked: pdsim refuses or skips them with memory=tracked",
     "backend.path, backend.call, backend.descriptor, backend.latency, backend.rate, backend.line, "
