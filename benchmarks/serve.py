@@ -32,6 +32,7 @@ from pdsim.config import Config, defaults, load
 from pdsim.results.record import Result
 from pdsim.sim.model import Model
 
+EIGHT = "parallel.decode.tp=1 parallel.decode.instances=8"
 LENGTHS = "workload=poisson workload.input_mean=12000 workload.output_mean=340"
 
 
@@ -56,6 +57,11 @@ CASES = {
     "tp4-tp2-staged": Case("hw=8xh20 model=llama-3.1-8b parallel.decode.tp=2 kv.staging=true", 1000.0, 175.0),
     "tp2-tp4-staged": Case("hw=8xh20 model=llama-3.1-8b parallel.prefill.tp=2 kv.staging=true", 1000.0, 160.0),
     "8x8": Case("hw=8x8xh200", 1000.0, 138.0),  # four instances of TP8 on either side
+    "vllm": Case("hw=8xh20 engine=vllm", 1000.0, 56.0),
+    "layers-32k": Case("hw=8xh20 kv.layerwise=true workload.input_mean=32000", 1000.0, 240.0),
+    "mori": Case("hw=2x8xh20 backend=mori parallel=tp8", 1000.0, 115.0),
+    "crossing": Case(f"hw=2x8xh20 model=llama-3.1-8b parallel=tp8 {EIGHT}", 1000.0, 115.0),  # at decode's cards
+    "chunks": Case("hw=8xh20 scheduler.chunk=1024 workload.input_mean=100000", 1000.0, 125.0),
 }
 """`main` and `light` are Llama 3.1 70B on four GPUs for prefill and four for decode; a prompt has 2 to 3 chunks."""
 
@@ -109,8 +115,8 @@ def overrides_of(case: Case, trace: str | None, requests: int | None) -> list[st
     if trace and case.speed:
         return [*case.overrides.split(), f"workload.trace={trace}", f"workload.speed={case.speed}", *count]
     return [
-        *case.overrides.split(),
         *LENGTHS.split(),
+        *case.overrides.split(),
         f"workload.rate={case.rate}",
         *(count or ["workload.count=2000"]),
     ]
