@@ -116,12 +116,12 @@ class Deployment:
         """Return the job as dictionaries and numbers."""
         return asdict(self)
 
-    @property
+    @cached_property
     def prefills(self) -> tuple[str, ...]:
         """The prefill instances."""
         return tuple(_groups("prefill", self.prefill_instances, self.prefill_dp))
 
-    @property
+    @cached_property
     def decodes(self) -> tuple[str, ...]:
         """The decode instances."""
         return tuple(_groups("decode", self.decode_instances, self.decode_dp))

@@ -56,7 +56,10 @@ class _Side:
 
     def query(self, room: int, replica: int, now: float, *known: Any) -> RoutingQuery:
         # *known* are the fields of `RoutingQuery` from the third on.
-        able = [name for name in self.names if name in self.load and name not in self._resting]
+        if self._resting or len(self.load) < len(self.names):
+            able = [name for name in self.names if name in self.load and name not in self._resting]
+        else:
+            able = list(self.names)
         if self._dp > 1:
             group = room % self._dp
             able = [name for name in able if self._group[name] == group] or able

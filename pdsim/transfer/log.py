@@ -335,7 +335,10 @@ class _Joined(_RecordSequence):
 
     @cached_property
     def shapes(self) -> Counter[TransferShape]:
-        return sum((log.shapes() for log in self.logs), Counter[TransferShape]())
+        counts = Counter[TransferShape]()
+        for log in self.logs:  # in place: a sum would copy what there is for each of thousands of ranks
+            counts.update(log.shapes())
+        return counts
 
     def __len__(self) -> int:
         return sum(map(len, self.logs))
