@@ -203,7 +203,7 @@ DEFECTS = [
     # D14: pages of a room that nobody had begun were free, and then computed and written all the same
     (339, 3, "aborts edges hosts", (PrefillScheduler, "_still_wanted", lambda _, forward: forward), "I3"),
     # D15: ranks of an instance wrote two rooms in different orders, and a reader learned of a last chunk first
-    (462, 4, "delays hosts shuffle", (PrefillWorker, "_computed", takes_its_own), "I7"),
+    (461, 3, "delays hosts shuffle", (PrefillWorker, "_computed", takes_its_own), "I7"),
     # pages of an aborted room were free while its forward waited for others from host memory
     (197, 12, "aborts pulls caches", (PrefillScheduler, "_still_wanted", lambda _, forward: forward), "I3"),
     # a follower sent cached pages before the chunks of the forward before, its leader after them
