@@ -49,7 +49,7 @@ class Case:
 CASES = {
     "main": Case("hw=8xh20", 1000.0, 74.0, speed=1.0),
     "light": Case("hw=8xh20", 0.1, 78.0, speed=0.03),  # about 0.7 of what its prefill can do
-    "layers": Case("hw=8xh20 kv.layerwise=true", 1000.0, 200.0),  # a write for each plane
+    "layers": Case("hw=8xh20 kv.layerwise=true", 1000.0, 225.0),  # a write for each plane
     "tp8": Case("hw=2x8xh20 parallel=tp8", 1000.0, 188.0),
     "like": Case("hw=8xh20 model=llama-3.1-8b", 1000.0, 72.0),
     "tp4-tp2": Case("hw=8xh20 model=llama-3.1-8b parallel.decode.tp=2", 1000.0, 84.0),

@@ -25,7 +25,7 @@ from pdsim.kv.pages import cut
 from pdsim.kv.plan import Peers
 from pdsim.kv.policy import Policy
 from pdsim.kv.pull import KvReader
-from pdsim.kv.push import GatherBuffers, KvSender, Queues
+from pdsim.kv.push import GatherBuffers, KvSender, Queues, when_settled
 from pdsim.kv.receiver import KvReceiver, Ring, StagingReceiver
 from pdsim.models.llm import Side
 from pdsim.serving import block_manager, prefill, router
@@ -119,8 +119,9 @@ def read_twice(original: Any, self: KvSender, write: Any, event: Any) -> None:
     if not again or write.rows or write.state:
         original(self, write, event)
         return
-    event.settled.callbacks.append(lambda _: self._settled(write.room))
-    self._retry(write, event, event.value)
+    self._hold(write.room, event)
+    write.path = "control"
+    when_settled(event, lambda: self._queues.put(0, write))
 
 
 def forgets_replicas(original: Any, shape: Any, prefill_tp: int, decode_tp: int, *ranks: int) -> Any:
@@ -477,7 +478,7 @@ MUTANTS = (
             (Ring, "request", lambda original, self, key, size:
              self.slots.get(key) or original(self, key, size))), staged),
     Mutant("Z11", "slices are written after a slot was granted, and the stale slot scattered over them", "I2",
-           ((KvSender, "_start", sliced_after_all),), staged),
+           ((KvSender, "_begin", sliced_after_all),), staged),
     Mutant("Z12", "pages are counted in the request, though those that decode holds are not sent",
            "I2", ((PrefillScheduler, "_chunk", counted_in_the_request),),
            lambda s: any(spec.program == "experiments.faults.programs:decode" for spec in s.specs)),
@@ -495,8 +496,8 @@ MUTANTS = (
            ((KvSender, "_share", share_by_number),),
            lambda s: s.job.prefill.cp > 1 and s.job.all_cp_ranks),
     Mutant("Z18", "a write that fails raises in its worker, and a worker ends with the first exception", "I5",
-           ((Queues, "_resume", lambda original, self, number, event:
-             (event is None or event.ok) and original(self, number, event)),),
+           tuple((Queues, name, lambda original, self, *told: told[-1].ok and original(self, *told))
+                 for name in ("_resume", "_over")),
            lambda s: s.job.handoff.queues > 0 and failing(s)),
     Mutant("Z21", "an instance is connected when the first of its ranks has registered", "I5",
            ((Peers, "connected", lambda self, incarnation: bool(self.of(incarnation))),),
@@ -525,7 +526,7 @@ MUTANTS = (
            ((PushDecode, "_reserve", takes_up_late),),
            lambda s: s.job.decode.size > 1),
     Mutant("O3", "pages of a room that was given up in a queue are gathered, though not sent", "I3",
-           ((KvSender, "_start", gathers_what_failed),), staged_and_failing),
+           ((KvSender, "_begin", gathers_what_failed),), staged_and_failing),
     Mutant("O4", "the tokens of a request that failed stay outstanding at its instances", "I8",
            ((router.Router, "_count", lambda original, self, request, over=False:
              (not over or request.finished) and original(self, request, over)),), failing),
