@@ -357,7 +357,8 @@ class Dropped(KvMessage, frozen=True):
     untouched: bool
 
 
-_Any: Any = reduce(or_, [*KvMessage.__subclasses__(), Forwards])
+KINDS: tuple[type[KvMessage], ...] = (*KvMessage.__subclasses__(), Forwards)
+_Any: Any = reduce(or_, KINDS)
 _PREFIX = bytes([VERSION])
 _REFUSAL = b"\0"  # no version has this number
 _encode = msgspec.msgpack.Encoder().encode
