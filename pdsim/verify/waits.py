@@ -49,6 +49,9 @@ class WaitChecker:
         if renew is not None:
             member.handlers[Renew] = partial(self._renewed, member, renew)
         scheduler: Any = member.scheduler
+        if isinstance(scheduler, DecodeScheduler):
+            watched: Any = scheduler
+            watched._between_steps = partial(self._stepped, member, scheduler._between_steps)
         handoff = getattr(scheduler, "handoff", None)
         for holder, name, state in (
             (scheduler, "timers", "reserved"),
@@ -132,6 +135,10 @@ class WaitChecker:
                     "I15", f"room {number}, {room.state} on {member.rank.name}, is given up for being {state}"
                 )
         expire(number)
+
+    def _stepped(self, member: Any, step: Callable[[float], None], due: float) -> None:
+        step(due)
+        self._could.pop(member.rank.name, None)  # noted at a message of its own, while it was awake
 
     def _paused(self, member: Any, pause: Callable[[float], None], end: float) -> None:
         self._pauses.setdefault(member.rank.name, []).append((member.clock.now, end))

@@ -290,6 +290,10 @@ def test_a_scenario_that_found_a_defect_is_clean(
     assert statuses is None or done.statuses == statuses
 
 
+def test_a_scheduler_that_steps_is_not_taken_to_sleep():
+    assert not FaultTrial(10003110, always=frozenset({"changes"})).run().violations
+
+
 def test_reads_that_were_posted_before_the_reader_was_given_up_are_watched():
     kinds = frozenset(("late", "pulls", "silences", "stray"))
     shown = FaultTrial(42, 12, 0.4, frozenset(KINDS) - kinds, kinds)
