@@ -31,7 +31,8 @@ CHOICES = [
     (group, option)
     for group in groups()
     for option in options(group)
-    if group not in POINTS_ONLY and (group, option) != ("model", "hf")  # which takes a file
+    if group not in POINTS_ONLY
+    and (group, option) not in {("model", "hf"), ("compute", "operators")}  # which take a file and a package
 ]
 TRANSFER = transfer.TransferOptions(patterns=("pair",), size=(65536,), blocks=(4,), repeat=2, warmup=0)
 

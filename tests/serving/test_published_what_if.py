@@ -29,5 +29,5 @@ def test_larger_blocks_and_a_seeded_token_shorten_the_handover():
         handover("kv.page_size=64", "engine.recompute=0"),
     )
     assert small == pytest.approx((291, 114), abs=0.5)  # published: 263, 105
-    assert large == pytest.approx((208, 39), abs=0.5)  # published: 197, 47
+    assert large == pytest.approx((209, 39), abs=0.5)  # published: 197, 47
     assert large[0] - seeded[0] == pytest.approx(126, abs=0.5)  # published: 58
