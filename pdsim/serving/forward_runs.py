@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill forwards of one long prompt, one after the other, that a rank is told of at once.
+"""Prefill forwards of one long prompt, one after the other, in one message.
 
 Nothing but the failure of the request changes which forwards these are: it is the first in the queue, and takes each
 of them whole.  So the leader sends `Forwards`, and each rank knows when they end and when their KV is posted.  What

@@ -608,7 +608,7 @@ class PrefillWorker:
         return forward
 
     def abort(self, room: int) -> None:
-        """Let what is computed of *room* be the last, and nothing of it be moved any more."""
+        """End *room* after the forward that is under way, and move no more of it."""
         if self.runs is not None:
             self.runs.stop(room)
         self.mover.sender.abort(room)

@@ -102,7 +102,7 @@ class InvariantChecker(Observer):
         self.violations: list[Violation] = []
         self.held: set[int] = set()
         self.broken_rooms: set[int] = set()
-        self.given_up: set[int] = set()  # rooms of which the router has heard that they failed
+        self.given_up: set[int] = set()  # rooms that failed, as somebody told the router
         self.reached: Counter[str] = Counter()  # transitions and messages (`pdsim.verify.reached`)
         self._allowed = allowed
         self._computed = ComputedChecker(self._report)
