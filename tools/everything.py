@@ -164,7 +164,7 @@ class Keys:
         self.said = ""  # to the last context that cannot be run
 
     def failure(self, name: str) -> str:
-        """Return "" if a value of the key *name* other than its own is taken, else what was said to the last one."""
+        """Return "" if the key *name* accepts another value than its own, else the message of the last refusal."""
         experiment = re.match(r"experiment\((\w+)\)", name)
         own = f"experiment={experiment[1]} " if experiment else ""
         said = "no context has it"
@@ -202,7 +202,7 @@ class Keys:
         return ""
 
     def choice(self, word: str) -> str:
-        """Return "" if *word*, the choice of a group, composes with some context, else what was said to the last."""
+        """Return "" if *word*, the choice of a group, composes with some context, else the last refusal."""
         group = word.partition("=")[0]
         fitting = (context for context in CONTEXTS if f"{group}=" not in context)
         return "" if any(self._base(f"{context} {word}".strip()) for context in fitting) else self.said

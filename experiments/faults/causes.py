@@ -138,7 +138,7 @@ class Causes:
         lost = any(
             start <= at and end >= since for other, start, end in losses if instance_of(other) == instance_of(name)
         )
-        if f"nothing from {ROUTER}" in error:  # one that is told that its instance is given up has ended before
+        if f"nothing from {ROUTER}" in error:  # a rank of an instance that was given up ends at that message
             lost = any(each.rank == name for each in self._scenario.faults.absences)
         if kind == "TransferTimeout":
             return self._waits_alone(name, error, at)

@@ -275,9 +275,9 @@ class KvSender:
         self._move([chunk], self._rank.clock.now, 0.0)
 
     def send_in_turn(self, chunk: Chunk, pages: int, times: Sequence[float]) -> bool:
-        """Write the next *pages* of *chunk* at each of *times*, the first of which is now; return whether it will.
+        """Write the next *pages* of *chunk* at each of *times*, the first now; return whether that is possible.
 
-        It does where they are one sequence, which `retime` gives other times.  `computed` must be called at the end.
+        It is where they are one sequence, which `retime` gives other times.  `computed` must be called at the end.
         Only a callback may call it.
         """
         state, targets = self._rooms.get(chunk.room), self.peers.of(chunk.decode)

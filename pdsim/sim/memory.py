@@ -392,7 +392,7 @@ class SimDevice:
 class CopyEngine:
     """Carries the transfers that the ranks of one GPU post: of each rank one at a time, in the order of their wires.
 
-    So do the copies of a GPU over NVLink, whatever their streams (measured on 4 x H200: `docs/validation.md`); with
+    Copies of a GPU over NVLink take turns on all streams, too (measured on 4 x H200: `docs/validation.md`); with
     *streams*, one for each peer, it stays with one until that is empty (`data/benchmarks/crossing-4xh200.parquet`).
 
     Ranks are processes, which have it in turns of at most `Gpu.slice` seconds, even in the middle of a copy

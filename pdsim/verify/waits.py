@@ -128,7 +128,7 @@ class WaitChecker:
         # One that has failed meanwhile stays so, and of one that has arrived decode looks what it has.
         room = member.scheduler.rooms.get(number)
         if room is not None and not _is_given_up(room) and (room.state == state or state != "reserved"):
-            since = self._since[id(room)][2]  # infinity for a lease that a lost router was told of
+            since = self._since[id(room)][2]  # infinite for a lease whose router is lost
             early = member.clock.now < since + _limit(member, room) - _ROUNDING and since < inf
             if early or room.state != state:
                 self._report(

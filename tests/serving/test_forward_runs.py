@@ -1,4 +1,4 @@
-"""Forwards of a long prompt that ranks are told of at once, beside the same ones told of one by one."""
+"""Forwards of a long prompt in one message, compared with a message for each."""
 
 from dataclasses import replace
 

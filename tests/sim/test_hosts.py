@@ -62,7 +62,7 @@ def test_messages_arrive_at(sends, how, expected):
 )
 def test_a_rank_that_was_idle_acts_later(arrivals, expected):
     assert acted(arrivals) == expected
-    assert acted(arrivals[::-1]) == expected[::-1]  # whatever it hears of first
+    assert acted(arrivals[::-1]) == expected[::-1]  # in any order of arrival
 
 
 def acted(arrivals, start=0.0):
