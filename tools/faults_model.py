@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of campaigns of simulated faults in docs/reliability.md: ``python -m tools.faults_model [PARTS...]``.
+"""What simulated faults found: ``python -m tools.faults_model [PARTS...]`` prints docs/reliability.md's table.
+
+``python -m tools.faults_model reached`` runs the default trial and keeps how often it reached what.
 
 PARTS are files that ``experiment=faults experiment.parts=FILE`` kept; their CPU time is unknown.
 ``python -m tools.faults_model --save FILE PARTS`` keeps the sum of one of them for `STORED`, whose files are always
@@ -8,6 +10,7 @@ first and the one after the last, how requests ended, in how many scenarios a me
 seconds, and rows of violations that begin with the seed.
 """
 
+import csv
 import json
 import sys
 from collections import Counter
@@ -15,9 +18,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.tables import markdown
+from experiments.faults import FaultsOptions, FaultTrial, reached, tries
+from pdsim.core.files import data
+from pdsim.verify.reached import MESSAGES
+from tools.tables import markdown, rows
 
-STORED = Path(__file__).resolve().parent.parent / "data" / "benchmarks" / "faults_model"
+STORED = data("benchmarks", "faults_model")
+REACHED = data("benchmarks", "faults_reached.csv")
 
 _NAMED = 4  # seeds in a row; its file in data has all
 
@@ -29,7 +36,7 @@ def table(files: Sequence[Path] = ()) -> Iterator[str]:
     for part in (*stored, *map(_read, files)):
         always = ", ".join(part.get("always", ()))
         parts.setdefault((part["code"], part["requests"], part["intensity"], always), []).append(part)
-    rows = []
+    lines = []
     for (sha, _, _, always), group in parts.items():
         seeds = _joined([span for part in group for span in part["seeds"]])
         ends = sum((Counter(part["statuses"]) for part in group), Counter[str]())
@@ -41,9 +48,9 @@ def table(files: Sequence[Path] = ()) -> Iterator[str]:
         more = ", ..." if len(bad) > _NAMED else ""
         named = f"{len(bad)}: {', '.join(map(str, bad[:_NAMED]))}{more}" if bad else "0"
         counts = (f"{count:,}" for count in (total, ends.total(), ends["ok"]))
-        rows.append((sha[:8], always or "-", spans, *counts, hours, named))
+        lines.append((sha[:8], always or "-", spans, *counts, hours, named))
     heads = ("code", "kinds in each", "seeds", "scenarios", "requests", "of them served", "CPU hours")
-    yield from markdown((*heads, "scenarios with violations"), rows)
+    yield from markdown((*heads, "scenarios with violations"), lines)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -75,8 +82,24 @@ def _joined(spans: list[list[int]]) -> list[list[int]]:
     return joined
 
 
+def least() -> Iterator[str]:
+    """Yield the three transitions and the three messages that were reached least often, and how often."""
+    kept = [(row["what"], f"{row['what']} {int(row['times']):,}") for row in rows(REACHED)]
+    messages = [text for what, text in kept if what in MESSAGES]
+    yield ", ".join([*[text for what, text in kept if what not in MESSAGES][:3], *messages[:3]])
+
+
+def keep_reached() -> None:
+    """Run the default trial and write what it reached to `REACHED`."""
+    table = reached(tries([FaultTrial(seed) for seed in range(FaultsOptions().scenarios)], workers=2))
+    with REACHED.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([list(table.columns), *table.rows])
+
+
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--save"]:
+    if sys.argv[1:] == ["reached"]:
+        keep_reached()
+    elif sys.argv[1:2] == ["--save"]:
         Path(sys.argv[2]).write_text(json.dumps(_read(Path(sys.argv[3]))) + "\n", encoding="utf-8")
     else:
         print("\n".join(table([Path(name) for name in sys.argv[1:]])))

@@ -40,7 +40,7 @@ CLOSE = 1.25
 
 BUSY = (1.8e-3, 5.5e-3)
 """Seconds of a blocking call of Mooncake beside a thread that computes in Python, as SGLang's scheduler does: as
-`tools.mooncake_calls` measured over TCP: on two shared cores (1.8 to 3.2), on an idle machine (2.7 to 5.5)."""
+`data/benchmarks/mooncake-calls.parquet` has it over TCP: two shared cores 1.8 to 3.2, an idle machine 2.7 to 5.5."""
 
 PREPARING = (0.38e-6, 1.46e-6)
 """Seconds that preparing a descriptor of NIXL takes SGLang: 26406's 459 less 331 ms for 64 prompts, and its 63 less
@@ -389,3 +389,9 @@ FIGURES = (
         ends=({"count": 512, "prompt": 32, "pool": 3}, {"count": 512, "prompt": 2048}),
     ),
 )
+
+
+if __name__ == "__main__":
+    from pdsim.config.compose import compose
+
+    keep(simulated(compose(["experiment=report_figures"]), lambda *_: None), data("reports", "figures.csv"))
