@@ -34,7 +34,6 @@ MODULES = (
     "pdsim/sim/endpoint.py",
     "pdsim/sim/memory.py",
     "pdsim/sim/posting.py",
-    "pdsim/sim/isolated.py",
     "pdsim/sim/network.py",
     "pdsim/sim/crossing.py",
     "pdsim/sim/sequence.py",

@@ -382,7 +382,7 @@ class PostingThread:
         self.free = 0.0  # when it has done everything that it was given, without *share*
         self.slowness = 1.0  # how many times as long as usual its work takes
         self.under_way = 0  # transfers, but those that are done in the call that posts them
-        self.isolated: Any = None  # the `Posting` under way that shares nothing (`pdsim.sim.isolated`)
+        self.isolated: Any = None  # the `Posting` under way that shares nothing (`pdsim.sim.posting`)
         self._idle = threads
         self._waiting: deque[_Work] = deque()
 

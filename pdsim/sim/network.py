@@ -15,7 +15,6 @@ from math import inf
 from typing import Any, Final
 
 from pdsim.core.clock import LAST, Alarm, Clock
-from pdsim.sim.isolated import IsolatedTransfers
 from pdsim.sim.sequence import Foreseen
 
 NOW: Final = 1.0 + 1e-15  # ends within a few roundings of now are now: flows alike end in one event, not in two
@@ -259,7 +258,7 @@ class Network:
         self.paths: list[Path] = []
         self.events = 0  # of the clock, that the network has used
         self.foreseen = Foreseen(self)  # flows that are not in the network until something meets them
-        self.isolated = IsolatedTransfers(self)  # and transfers
+        self.isolated: Any = None  # and transfers: `pdsim.sim.posting.IsolatedTransfers`, once something is posted
         self._by_links: dict[tuple[tuple[Link, ...], float], Path] = {}
         self.solves = 0  # how many times rates were solved
         self.touched = 0  # how many paths were given a rate
@@ -296,8 +295,7 @@ class Network:
             for link in key[0]:
                 if link.index >= len(self.links) or self.links[link.index] is not link:
                     raise ValueError(f"links must be of this network, {link} is not")
-            self.isolated.cut()
-            self.foreseen.cut()  # with another path, a link may limit what it did not limit before
+            self._cut()  # with another path, a link may limit what it did not limit before
             path = self._by_links[key] = Path(self.clock, len(self.paths), key[0], float(cap))
             self.paths.append(path)
         return path
@@ -305,8 +303,7 @@ class Network:
     def set_capacity(self, link: Link, capacity: float) -> None:
         """Let *link* carry *capacity* bytes/s from now on; at 0, its flows stall.  Errors as `link`."""
         capacity = _checked(capacity)
-        self.isolated.cut()
-        self.foreseen.cut()
+        self._cut()
         link.resize(capacity)
         self._resized[link] = None
         self._wait()
@@ -320,7 +317,8 @@ class Network:
         """
         if not 0.0 <= size < inf:
             raise ValueError(f"size(={size}) must be >= 0 and finite")
-        self.isolated.meet(path.live)
+        if self.isolated is not None:
+            self.isolated.meet(path.live)
         if self.foreseen.series:
             self.foreseen.interrupt(path, size)
         flow = Flow(path, size, done, tag)
@@ -357,8 +355,13 @@ class Network:
 
     def carried(self) -> list[float]:
         """Return the bytes that each of `links` has carried until now, flows that are foreseen included."""
-        ahead, isolated = self.foreseen.carried(), self.isolated.carried()
+        ahead, isolated = self.foreseen.carried(), self.isolated.carried() if self.isolated is not None else {}
         return [link.carried + ahead.get(link, 0.0) + isolated.get(link, 0.0) for link in self.links]
+
+    def _cut(self) -> None:
+        if self.isolated is not None:
+            self.isolated.cut()
+        self.foreseen.cut()
 
     def is_idle(self, links: Sequence[Link]) -> bool:
         """Return whether no flow is on *links*."""

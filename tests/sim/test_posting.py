@@ -17,11 +17,10 @@ from pdsim.core.errors import SendQueueFull
 from pdsim.hardware.costs import InlineSaving, Jitter, Ramp
 from pdsim.sim.faults import Draws
 from pdsim.sim.hosts import PostingShare, PostingThread
-from pdsim.sim.isolated import IsolatedTransfers
 from pdsim.sim.memory import CopyEngine
 from pdsim.sim.model import Model
 from pdsim.sim.network import Network
-from pdsim.sim.posting import SendQueue
+from pdsim.sim.posting import IsolatedTransfers, SendQueue
 from pdsim.sim.topology import Route
 from pdsim.transfer import Batch
 from pdsim.transfer.job import Place, RankSpec
