@@ -1,7 +1,6 @@
 """``compute=auto`` takes the file that fits GPU, engine and model, and says why."""
 
 from hashlib import sha256
-from pathlib import Path
 
 import pytest
 
@@ -19,21 +18,9 @@ OPERATORS = (*COLOCATED, "compute=operators"), (*COLOCATED, "compute=h100_vllm")
 @pytest.mark.parametrize(
     ("words", "name", "why"),
     [
-        (
-            ("model=qwen3-8b", "engine=vllm26"),
-            "h200_fa3",
-            "pdsim's own measurement of qwen3-8b, engine=vllm, on H200",
-        ),
-        (
-            ("model=qwen3-8b", "engine=sglang"),
-            "h200_triton",
-            "pdsim's own measurement of qwen3-8b, engine=sglang, on",
-        ),
-        (
-            ("model=qwen3-8b", "engine=generic"),
-            "h200_torch",
-            "pdsim's own measurement of qwen3-8b, engine=generic, on",
-        ),
+        (("model=qwen3-8b", "engine=vllm26"), "h200_fa3", "pdsim's own measurement of qwen3-8b, engine=vllm, on"),
+        (("model=qwen3-8b", "engine=sglang"), "h200_triton", "pdsim's own measurement of qwen3-8b, engine=sglang"),
+        (("model=qwen3-8b", "engine=generic"), "h200_torch", "pdsim's own measurement of qwen3-8b, engine=generic"),
         (("model=qwen3-32b", "engine=vllm"), "h200_vllm", "published operators of vllm on H200, table of SHA-256 "),
         (("hw=8xb200",), "b200_sglang", "published operators of sglang on B200, table of SHA-256 "),
         (
@@ -57,7 +44,7 @@ def test_auto_takes_the_first_that_fits(words, name, why):
         (["compute=roofline"], "compute=roofline, a roofline"),
     ],
 )
-def test_triton_without_times_of_it_warns(words: list[str], what: str):
+def test_triton_without_times_of_it_warns(words, what):
     config = compose([*PAIR, *words, "compute.attention=triton"])
     assert f"warning: compute.attention=triton has no effect on {what}" in presets.notes(config)
 
@@ -85,28 +72,24 @@ def test_operators_are_looked_up_in_the_whole_tables():
     ("words", "says"),
     [
         (("hw=1xh100", "engine=vllm"), "compute=operators needs aiconfigurator-core"),
-        (
-            ("hw=8xh20", "engine=vllm"),
-            "compute=operators has no tables of engine=vllm on hw=8xh20; set compute=auto",
-        ),
+        (("hw=8xh20", "engine=vllm"), "compute=operators has no tables of engine=vllm on hw=8xh20; set"),
     ],
 )
-def test_operators_that_nobody_has_are_refused(words, says, monkeypatch: pytest.MonkeyPatch):
+def test_operators_that_nobody_has_are_refused(words, says, monkeypatch):
     monkeypatch.setattr(published, "installed", lambda _: None)
     with pytest.raises(ConfigError, match=says):
         compose([*words, "model=qwen3-8b", *COLOCATED, "compute=operators"])
 
 
 def test_keys_set_by_hand_stay_on_what_auto_takes():
-    compute = compose(
-        [*PAIR, "model=qwen3-32b", "compute.overhead=1ms", "compute.kernels.imbalance=balanced"]
-    ).compute
+    by_hand = "compute.overhead=1ms", "compute.kernels.imbalance=balanced"
+    compute = compose([*PAIR, "model=qwen3-32b", *by_hand]).compute
     assert (compute.name, compute.overhead) == ("h200_sglang_table", 1e-3)
     assert compute.kernels is not None
     assert compute.kernels.table == "h200_sglang_table"
 
 
-def test_a_profile_on_the_configuration_path_comes_first(tmp_path: Path):
+def test_a_profile_on_the_configuration_path_comes_first(tmp_path):
     (tmp_path / "compute").mkdir()
     own = "gpu: H200\nmeasured_of: [qwen3-8b]\nflops_share: 0.5\nsource: 'measured: here'\n"
     (tmp_path / "compute" / "mine.yaml").write_text(own)
@@ -115,7 +98,7 @@ def test_a_profile_on_the_configuration_path_comes_first(tmp_path: Path):
         assert composed(CommandLine(words=words, folder=str(tmp_path))).compute.name == name
 
 
-def test_a_profile_that_lacks_operators_is_named(tmp_path: Path):
+def test_a_profile_that_lacks_operators_is_named(tmp_path):
     (tmp_path / "compute").mkdir()
     own = "kernels:\n  gpu: H200\n  norm:\n    launch: 2us\nsource: 'measured: here'\n"
     (tmp_path / "compute" / "mine.yaml").write_text(own)
@@ -132,18 +115,13 @@ def test_a_profile_that_lacks_operators_is_named(tmp_path: Path):
     [
         (("model=qwen3-8b", "compute=h200_fa3"), []),
         (("compute=roofline",), []),
-        (
-            ("model=qwen3-8b", "compute=h100_torch"),
-            ["warning: compute=h100_torch was measured on H100, not on H200; try compute=auto"],
-        ),
-        (
-            ("model=qwen3-32b", "compute=h200"),
-            ["warning: compute=h200 was measured of qwen3-8b, not of qwen3-32b; try compute=auto"],
-        ),
+        (("model=qwen3-8b", "compute=h100_torch"), ["h100_torch was measured on H100, not on H200"]),
+        (("model=qwen3-32b", "compute=h200"), ["h200 was measured of qwen3-8b, not of qwen3-32b"]),
     ],
 )
 def test_a_compute_that_does_not_fit_warns(words, notes):
-    assert list(presets.notes(compose([*PAIR, *words]))) == notes
+    expected = [f"warning: compute={note}; try compute=auto" for note in notes]
+    assert list(presets.notes(compose([*PAIR, *words]))) == expected
 
 
 def test_weights_of_another_type_were_not_measured():

@@ -109,9 +109,8 @@ def test_every_option_composes_into_a_typed_configuration_of_that_name(group, op
 )
 def test_every_number_has_a_source_and_every_source_a_number(group, option):
     if group == "model":  # its file is all of it
-        part = build(
-            Llm, OmegaConf.to_container(OmegaConf.load(Path(conf.__file__).parent / group / f"{option}.yaml"))
-        )
+        file = OmegaConf.load(Path(conf.__file__).parent / group / f"{option}.yaml")
+        part = build(Llm, OmegaConf.to_container(file))
     else:
         part = getattr(composed(f"{group}={option}"), group)
     known = set(numbers(part))
@@ -336,9 +335,8 @@ def test_a_release_changes_what_changed_between_releases():
     assert (old.version, old.pages, old.packed) == ("0.22.1", "queue", False)
     assert (middle.version, middle.pages, middle.packed) == ("0.24.0", "stack", False)
     assert (new.version, new.pages, new.packed) == ("0.26.0", "stack", True)
-    assert composed("engine=vllm26").engine == replace(
-        new, name="vllm26", sources=composed("engine=vllm26").engine.sources
-    )
+    own = composed("engine=vllm26").engine
+    assert own == replace(new, name="vllm26", sources=own.sources)
     typed = composed("engine=vllm", "engine.version=0.26", "engine.pages=queue").engine
     assert (typed.pages, typed.packed) == ("queue", True)
 

@@ -52,13 +52,8 @@ class Everything:
 def test_each_kind_of_annotation_is_converted():
     values = {"size": ["64KiB", 1], "deadline": "5ms", "mode": "read", "options": {"A": 1, "B": "x"}, "share": 1}
     built = build(Everything, {**values, "count": 2.0})
-    assert asdict(built) == {
-        **values,
-        "size": (65536, 1),
-        "deadline": 0.005,
-        "options": {"A": "1", "B": "x"},
-        "count": 2,
-    }
+    made = {"size": (65536, 1), "deadline": 0.005, "options": {"A": "1", "B": "x"}, "count": 2}
+    assert asdict(built) == values | made
     assert (type(built.count), type(built.share)) == (int, float)
 
 
@@ -73,11 +68,8 @@ def test_an_unknown_key_is_answered_with_the_nearest():
 def test_all_mistakes_are_told_at_once_one_a_line():
     values = changed(changed(changed(CONFIG, "hw.gpuss", 1), "hw.nic.rate", "fast"), "kvv", {})
     lines = refusal(Config, values).splitlines()
-    assert [line.split(";")[0] for line in lines] == [
-        "unknown key kvv",
-        "unknown key hw.gpuss",
-        "hw.nic.rate: 'fast' is not a rate",
-    ]
+    said = ["unknown key kvv", "unknown key hw.gpuss", "hw.nic.rate: 'fast' is not a rate"]
+    assert [line.split(";")[0] for line in lines] == said
 
 
 @pytest.mark.parametrize(

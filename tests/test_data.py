@@ -12,16 +12,9 @@ from pdsim.validation.intervals import BLIND
 from pdsim.validation.sealed import unseal
 from tools import tables, validation
 
-SEALED = sorted(
-    path
-    for pattern in (
-        "live/**/expected-*.json",
-        "live/**/second-*.json",
-        "live/*.json",
-        "validation/*/expectations.json*",
-    )
-    for path in data().glob(pattern)
-)
+LIVE = ("live/**/expected-*.json", "live/**/second-*.json", "live/*.json")
+PATTERNS = (*LIVE, "validation/*/expectations.json*")
+SEALED = sorted(path for pattern in PATTERNS for path in data().glob(pattern))
 PROBES = sorted(data("benchmarks").glob("probe-*.parquet"))
 
 

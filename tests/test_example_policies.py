@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,7 @@ from tests.support.packages import EXAMPLES, installed
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory):
+def said(tmp_path_factory):
     """Return what runs a command of pdsim where the package is installed, and returns its JSON."""
     run = installed("policies", tmp_path_factory)
 
@@ -54,7 +53,7 @@ def test_the_commands_of_its_readme_run(said, command):
     assert "workload=smoke" not in words or value(found, "requests_ok") == 12
 
 
-def test_a_router_policy_is_one_class(said, tmp_path: Path):
+def test_a_router_policy_is_one_class(said, tmp_path):
     two = ("parallel.prefill.tp=2", "parallel.prefill.instances=2", "parallel.decode.tp=2", "workload=smoke")
     folder = said("experiment.router=pinned", *two, f"output={tmp_path}")["folder"]
     import pyarrow.parquet as parquet

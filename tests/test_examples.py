@@ -9,11 +9,12 @@ from tests.support.documented import documented
 from tests.support.packages import EXAMPLES, installed
 
 pytestmark = pytest.mark.timeout(900)
+SUITE = ("-n", "0", "-q", "-p", "no:cacheprovider", "--pyargs", "pdsim.testing", "--backend")
 BOUNDED = "test_refusals or test_closing or describes_the_transfer or closed_its_endpoint"
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory):
+def run(tmp_path_factory):
     """Return what runs a module of Python where the backend's package is installed, in an empty folder."""
     run = installed("third_party_backend", tmp_path_factory)
     works = run("pdsim", "doctor").stdout
@@ -59,8 +60,7 @@ def test_an_option_that_it_does_not_declare_is_refused(run):
 
 @pytest.mark.slow
 def test_the_conformance_suite_passes_for_it(run):
-    words = ("-n", "0", "-q", "-p", "no:cacheprovider", "--pyargs", "pdsim.testing", "--backend", "example")
-    done = run("pytest", *words, "-k", BOUNDED)
+    done = run("pytest", *SUITE, "example", "-k", BOUNDED)
     assert not done.returncode, done.stdout
     assert " skipped" not in done.stdout
     assert " passed" in done.stdout
@@ -74,23 +74,11 @@ def test_a_backend_that_is_not_installed_is_named_with_those_that_are(run):
 
 
 @pytest.mark.slow
-def test_a_transport_of_a_hundred_lines_passes_the_core(tmp_path_factory: pytest.TempPathFactory):
+def test_a_transport_of_a_hundred_lines_passes_the_core(tmp_path_factory):
     """`examples/tiny_transport`: an endpoint that inherits nothing."""
     assert len((EXAMPLES / "tiny_transport" / "tiny_transport.py").read_text().splitlines()) <= 100
-    words = (
-        "-n",
-        "0",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--pyargs",
-        "pdsim.testing",
-        "--backend",
-        "tiny",
-        "-m",
-        "core",
-    )
-    done = installed("tiny_transport", tmp_path_factory)("pytest", *words)
+    run = installed("tiny_transport", tmp_path_factory)
+    done = run("pytest", *SUITE, "tiny", "-m", "core")
     assert not done.returncode, done.stdout
     assert " passed" in done.stdout
     assert " skipped" not in done.stdout

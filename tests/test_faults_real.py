@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import pytest
-
 from pdsim.kv.receiver import KvReceiver
 from pdsim.sim.faults import Faults, Pause
 from pdsim.sim.model import Model
@@ -12,7 +10,7 @@ from tools import faults_real
 from tools.faults_real import draw
 
 
-def test_a_notice_that_dies_with_its_sender_stalls_no_request(monkeypatch: pytest.MonkeyPatch):
+def test_a_notice_that_dies_with_its_sender_stalls_no_request(monkeypatch):
     """Seed 130, once: prefill had told the router that all was written, and was killed before it told decode."""
     job = draw(130)
     killed, notice = job.kill["prefill0.0"], KvReceiver.notice

@@ -58,9 +58,8 @@ def test_a_file_gives_what_the_shipped_model_says(tmp_path, config, name):
     known = [key for key in vars(shipped) if key not in ("name", "parameters", "active", "hf_config", "sources")]
     known.remove("kv_dtype")  # which engines leave in the type of activations
     assert [getattr(found, key) for key in known] == [getattr(shipped, key) for key in known]
-    assert (found.parameters, found.active) == pytest.approx(
-        (shipped.parameters, shipped.active), rel=0.03, abs=9e8
-    )  # a card rounds
+    rounded = shipped.parameters, shipped.active  # by the card
+    assert (found.parameters, found.active) == pytest.approx(rounded, rel=0.03, abs=9e8)
 
 
 @pytest.mark.parametrize(
@@ -104,11 +103,8 @@ def test_layers_attend_as_the_file_says(tmp_path, config, pattern, window):
 
 
 def test_an_unknown_type_is_assumed(tmp_path):
-    assert (
-        model(tmp_path, QWEN3 | {"model_type": "mine"})
-        .sources[SHAPE]
-        .startswith("assumed: config.json of some/Model")
-    )
+    mine = model(tmp_path, QWEN3 | {"model_type": "mine"})
+    assert mine.sources[SHAPE].startswith("assumed: config.json of some/Model")
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """Logs and tables keep columns, read as the lists that they stand for, and cross to another process as those."""
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,12 +20,8 @@ def record(number: int, **changes: object) -> TransferRecord:
     return TransferRecord("model:x", "write", "a", "b", 64, 2, *times, label="1/0/sliced")._replace(**changes)
 
 
-RECORDS = [
-    record(0),
-    record(1, status="PeerLost", label="2/0/sliced"),
-    *map(record, range(2, 9)),
-    record(9, source="c"),
-]
+LOST = record(1, status="PeerLost", label="2/0/sliced")
+RECORDS = [record(0), LOST, *map(record, range(2, 9)), record(9, source="c")]
 SERIES = RecordRun(Kind("model:x", "write", "a", "b", "ok"), "1/0/sliced", 64, 2, 7)
 
 
@@ -37,7 +31,7 @@ class Holder:
 
 
 @pytest.fixture
-def log() -> TransferLog:
+def log():
     made = TransferLog(RECORDS[:2])
     times = (np.array([number + tenth / 10 for number in range(2, 9)]) for tenth in range(1, 6))
     made.extend_run(SERIES, times)
@@ -45,7 +39,7 @@ def log() -> TransferLog:
     return made
 
 
-def test_it_reads_as_the_records_that_were_appended(log: TransferLog):
+def test_it_reads_as_the_records_that_were_appended(log):
     assert list(log) == RECORDS
     assert [log[i] for i in range(-10, 10)] == RECORDS * 2
     assert log[3:5] == RECORDS[3:5]
@@ -54,7 +48,7 @@ def test_it_reads_as_the_records_that_were_appended(log: TransferLog):
         log[10]
 
 
-def test_it_is_equal_to_equal_records(log: TransferLog):
+def test_it_is_equal_to_equal_records(log):
     assert log == RECORDS
     assert Holder(log) == Holder(TransferLog(RECORDS))
     assert log != RECORDS[:-1]
@@ -62,7 +56,7 @@ def test_it_is_equal_to_equal_records(log: TransferLog):
     assert TransferLog() == []
 
 
-def test_joined_are_the_records_of_all_parts(log: TransferLog):
+def test_joined_are_the_records_of_all_parts(log):
     both = joined([log, RECORDS[:2], joined([log])])
     assert both == [*RECORDS, *RECORDS[:2], *RECORDS]
     assert [both[i] for i in (0, 11, -1)] == [RECORDS[0], RECORDS[1], RECORDS[9]]
@@ -70,7 +64,7 @@ def test_joined_are_the_records_of_all_parts(log: TransferLog):
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 100])
-def test_tables_in_pieces_are_the_table_of_all(log: TransferLog, rows: int):
+def test_tables_in_pieces_are_the_table_of_all(log, rows):
     import pyarrow as pa
 
     pieces = list(transfers_tables(joined([log, RECORDS]), rows))
@@ -78,7 +72,7 @@ def test_tables_in_pieces_are_the_table_of_all(log: TransferLog, rows: int):
     assert len(pieces) == -(-20 // rows) or rows in (3, 4)
 
 
-def test_a_log_that_leaves_records_elsewhere_reads_as_one_that_does_not(tmp_path: Path, monkeypatch: Any):
+def test_a_log_that_leaves_records_elsewhere_reads_as_one_that_does_not(tmp_path, monkeypatch):
     monkeypatch.setattr(transfer_log, "KEPT", 3)
     journal = JournalFile(tmp_path / "transfers.journal")
     log = TransferLog(RECORDS, rank="a", spill=journal)
@@ -90,13 +84,11 @@ def test_a_log_that_leaves_records_elsewhere_reads_as_one_that_does_not(tmp_path
     assert kept == {"a": RECORDS[:9]}  # the last are in memory only
 
 
-def test_a_journal_that_was_cut_short_has_its_whole_entries(tmp_path: Path):
+def test_a_journal_that_was_cut_short_has_its_whole_entries(tmp_path):
     path = tmp_path / "a.journal"
     journal = JournalFile(path)
-    assert [journal.read(position) for position in [journal.append(b"one"), journal.append(b"more")]] == [
-        b"one",
-        b"more",
-    ]
+    positions = [journal.append(b"one"), journal.append(b"more")]
+    assert [*map(journal.read, positions)] == [b"one", b"more"]
     path.write_bytes(path.read_bytes()[:-1])
     assert list(entries(path)) == [b"one"]
     assert not list(entries(tmp_path / "none"))
@@ -122,7 +114,7 @@ def test_a_table_equals_the_requests_it_was_made_of():
 
 
 @pytest.mark.parametrize("which", [[1, 0, 0, 1], [0, 1, 1, 0], [1, 0, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]])
-def test_a_table_is_thinned_as_a_list_is(which: list[int]):
+def test_a_table_is_thinned_as_a_list_is(which):
     kept = [request for request, keep in zip(REQUESTS, which, strict=True) if keep]
     assert RequestTable.of(REQUESTS).taken(np.array(which, bool)) == kept
 
@@ -152,7 +144,5 @@ def test_a_column_is_a_sequence_of_python_values():
     assert column[1] is None
     assert column.known().tolist() == [1.5]
     words = ArrayColumn(np.array([1, 0, 1]), ("a", "b"))
-    assert [*rows({"word": words, "other": [1, 2, 3]}, np.array([True, False, True])).values()] == [
-        ["b", "b"],
-        [1, 3],
-    ]
+    kept = rows({"word": words, "other": [1, 2, 3]}, np.array([True, False, True]))
+    assert [*kept.values()] == [["b", "b"], [1, 3]]

@@ -5,26 +5,25 @@ from dataclasses import replace
 import pytest
 
 from backends.jobs.launcher import Processes
-from pdsim.hardware.costs import Engine
 from tests.support.engines import MARKED, engine, make_target
 
 
 @pytest.fixture
-def mooncake() -> Engine:
+def mooncake():
     """The engine that starts fastest, where any would do; skips if it is not installed."""
     make_target("mooncake_tcp")
     return engine("mooncake_tcp")
 
 
 @pytest.fixture(params=MARKED)
-def any_engine(request: pytest.FixtureRequest) -> Engine:
+def any_engine(request):
     """Each real engine in turn."""
     make_target(request.param)
     return engine(request.param)
 
 
 @pytest.fixture
-def processes() -> Processes:
+def processes():
     """Ranks of that engine, as forks of a process that has imported what they need."""
     target = make_target("mooncake_tcp")
     assert isinstance(target, Processes)

@@ -41,7 +41,7 @@ def identify(rank: Rank) -> Program:
     """Return the numbers of this process and of its parent, the origin of its clock, and its command line."""
     yield rank.clock.timeout(0.0)
     shown = "".join(Path(f"/proc/self/{name}").read_bytes().decode() for name in ("cmdline", "environ"))
-    return [os.getpid(), os.getppid(), rank.clock.origin, shown]  # type: ignore[attr-defined]
+    return [os.getpid(), os.getppid(), rank.clock.origin, shown]
 
 
 def tell_network(rank: Rank, others: list[str]) -> Program:
@@ -329,7 +329,7 @@ def write_at_once(rank: Rank, to: str, writes: int) -> Program:
     """Write one after the other without waiting; return whether each was posted when `write` returned."""
     peer, batch = yield from _connect(rank, to, writes << 12)
     data = bytes(number for number in range(writes) for _ in range(1 << 12))
-    rank.device.buffer_of(batch.source).write(0, data)  # type: ignore[attr-defined]
+    rank.device.buffer_of(batch.source).write(0, data)
     yield rank.endpoint.write(peer, Batch(batch.source, batch.target, [0], [0], [1]))  # by now the peer has answered
     transfers, held = [], []
     for number in range(writes):

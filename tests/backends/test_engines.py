@@ -154,7 +154,7 @@ def test_host_memory_is_limited_over_all_pools_and_held_ones():
 
 @pytest.mark.parametrize(("posting", "held"), [(0, True), (3, False)])
 @pytest.mark.parametrize("name", ["mooncake_tcp", "nixl_tcp"])
-def test_a_post_holds_its_caller_only_without_threads(name: str, posting: int, held: bool):
+def test_a_post_holds_its_caller_only_without_threads(name, posting, held):
     values = pair(name, programs.write_at_once, programs.take_writes, posting, writes=9)
     assert values == [[held] * 9, [True] * 9]
 

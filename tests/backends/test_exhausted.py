@@ -8,17 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.engines import make_target
+from tests.support.engines import MARKED, make_target
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMESPACES = ["unshare", "--net", "--mount", "sh", "-c"]
 NO_PORT = "echo 32768 32769 > /proc/sys/net/ipv4/ip_local_port_range"
 FULL = "mount -t tmpfs -o size=16k tmpfs /dev/shm && head -c 16384 /dev/zero > /dev/shm/full"
 RUN = [sys.executable, "-m", "pdsim", "run", "target=real", "hw=loopback", "workload=smoke", "workload.count=3"]
-ENGINES = [
-    pytest.param("nixl_tcp", marks=pytest.mark.nixl),
-    pytest.param("mooncake_tcp", marks=pytest.mark.mooncake),
-]
+ENGINES = MARKED[:2]
 
 
 def run(engine: str, folder: Path, before: str) -> subprocess.CompletedProcess[str]:
@@ -42,7 +39,7 @@ def run(engine: str, folder: Path, before: str) -> subprocess.CompletedProcess[s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_full_shared_memory_changes_nothing(engine: str, tmp_path: Path):
+def test_a_full_shared_memory_changes_nothing(engine, tmp_path):
     done = run(engine, tmp_path, FULL)
     assert done.returncode == 0, done.stderr[-1000:]
 
@@ -50,7 +47,7 @@ def test_a_full_shared_memory_changes_nothing(engine: str, tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("before", [NO_PORT, "ulimit -n 24"], ids=["ports", "files"])
-def test_what_has_run_out_ends_the_run_in_one_line(engine: str, before: str, tmp_path: Path):
+def test_what_has_run_out_ends_the_run_in_one_line(engine, before, tmp_path):
     done = run(engine, tmp_path, before)
     lines = [line for line in done.stderr.splitlines() if line.startswith("pdsim: ")]
     assert done.returncode == 1

@@ -34,9 +34,8 @@ def expected(pieces: Batch, columns: Any = None) -> tuple[Any, Any]:
     """Return random contents of the source, and the target of zeros after *columns*, or *pieces*, were copied."""
     contents = np.random.default_rng(6).integers(0, 256, pieces.source.size, dtype=np.uint8)
     image = np.zeros(pieces.target.size, np.uint8)
-    for start, end, length in zip(
-        *columns or (pieces.source_offset, pieces.target_offset, pieces.size), strict=True
-    ):
+    columns = columns or (pieces.source_offset, pieces.target_offset, pieces.size)
+    for start, end, length in zip(*columns, strict=True):
         image[end : end + length] = contents[start : start + length]
     return contents, image
 

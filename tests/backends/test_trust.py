@@ -74,7 +74,7 @@ def ports(pid: int, status: str = psutil.CONN_LISTEN) -> set[int]:
 
 @pytest.mark.mooncake
 @pytest.mark.parametrize("rank", RANKS)
-def test_a_stopped_rank_ends_the_run_with_results_and_the_reason(rank: str):
+def test_a_stopped_rank_ends_the_run_with_results_and_the_reason(rank):
     started, begun = Started(), time.monotonic()
     result = started.run("mooncake_tcp", *BUSY, silence=2.0, meanwhile=lambda: started.signal(rank, signal.SIGSTOP))
     assert time.monotonic() - begun < 60  # was: the launcher's hour
@@ -94,7 +94,7 @@ def test_a_stopped_rank_ends_the_run_with_results_and_the_reason(rank: str):
     ("rank", "connected", "after"),
     [("decode0.0", False, 0.0), *((rank, True, after) for rank in RANKS for after in (0.0, 3.0))],
 )
-def test_a_rank_may_be_stopped_at_every_stage(rank: str, connected: bool, after: float):
+def test_a_rank_may_be_stopped_at_every_stage(rank, connected, after):
     started, begun = Started(), time.monotonic()
 
     def stop() -> None:

@@ -1,7 +1,6 @@
 """Compact tables made of published ones: sizes left out, errors of rows held out, and the command."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,7 +69,7 @@ def test_a_disturbed_row_is_not_fitted_to_and_counted():
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """Tables of products and attention of version 2.0, and of an all-reduce of 1.5, the last one before."""
     path = tmp_path / "data" / "gpu"
     files = {kind.name: kind.files[0] for kind in published.KINDS}
@@ -102,7 +101,7 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_file_that_lacks_is_taken_from_the_version_before(folder: Path):
+def test_a_file_that_lacks_is_taken_from_the_version_before(folder):
     found = {kind.name: (version, columns) for kind, version, columns in tables_of(folder, "vllm", "2.0")}
     assert {name: version for name, (version, _) in found.items()} == {
         "gemm.bfloat16": "2.0", "prefill": "2.0", "decode": "2.0", "allreduce": "1.5",
@@ -112,7 +111,7 @@ def test_a_file_that_lacks_is_taken_from_the_version_before(folder: Path):
     assert set(found["decode"][1]["context"].tolist()) == {1, 64, 4096}
 
 
-def test_the_command_writes_a_table_and_a_choice(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command_writes_a_table_and_a_choice(folder, tmp_path, capsys):
     words = ["hw=8xh100", "--from", str(folder), "--tables", "vllm:2.0", "--compact", "h200_torch", "--name", "mine"]
     assert profile([*words, "--to", str(tmp_path / "compute")]) == 0
     path = tmp_path / "compute" / f"mine{tables.SUFFIX}"
@@ -126,7 +125,7 @@ def test_the_command_writes_a_table_and_a_choice(folder: Path, tmp_path: Path, c
     assert "gemm.bfloat16" in capsys.readouterr().out
 
 
-def test_the_command_needs_a_folder_with_products(folder: Path):
+def test_the_command_needs_a_folder_with_products(folder):
     with pytest.raises(ConfigError, match="--compact needs --from DIR"):
         profile(["hw=8xh100", "--compact", "h200_torch"])
     with pytest.raises(ConfigError, match=r"gemm_perf\.parquet is not a file; name a folder of systems/data"):
@@ -138,7 +137,7 @@ def test_tables_of_a_gpu_that_nobody_has_are_refused():
         profile(["hw=8xh100", "--from", "h900_sxm", "--compact", "h200_torch"])
 
 
-def test_installed_tables_are_found_by_the_name_of_a_gpu(tmp_path: Path):
+def test_installed_tables_are_found_by_the_name_of_a_gpu(tmp_path):
     pytest.importorskip("aiconfigurator_core")  # pip install 'pdsim[operators]'
     words = ["hw=8xl40s", "--from", "l40s", "--tables", "vllm:0.24.0", "--compact", "h200_torch", "--name", "mine"]
     assert profile([*words, "--to", str(tmp_path)]) == 0

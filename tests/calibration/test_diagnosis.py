@@ -52,7 +52,7 @@ def first(samples: list[Sample]) -> Explanation:
 
 
 @pytest.mark.parametrize("posted", [False, True])
-def test_transfers_of_the_model_are_as_expected(posted: bool):
+def test_transfers_of_the_model_are_as_expected(posted):
     samples = made(MODEL, LINE, posted=posted)
     assert first(samples) == Explanation(EXPECTED, 1.0, 0.0, "nothing is slower than it should be", True)
     assert [(one.expected, one.posting) for one in timings(samples, MODEL, LINE)] == [
@@ -69,7 +69,7 @@ def test_transfers_of_the_model_are_as_expected(posted: bool):
         ("over TCP", TCP, HW.host.tcp_rate, 1.0),
     ],
 )
-def test_each_cause_is_found_with_its_factor(cause: str, slow: EngineModel, line: float, factor: float | None):
+def test_each_cause_is_found_with_its_factor(cause, slow, line, factor):
     one = first(made(slow, line))
     assert one.cause == cause
     assert one.unexplained < 0.01
@@ -100,19 +100,19 @@ def bulk(rate: float, **more: object) -> Sample:
         (bulk(LINE / 2.5, bare=True, memory="gpu"), "slow wire"),
     ],
 )
-def test_what_is_beside_slow_transfers_tells_where(beside: Sample, cause: str):
+def test_what_is_beside_slow_transfers_tells_where(beside, cause):
     one = first([bulk(MODEL.rate / 2.5, memory="gpu"), beside])
     assert (one.cause, one.factor) == (cause, pytest.approx(2.5, rel=0.02))
     assert one.unexplained < 0.01
 
 
-def test_logs_of_two_runs_are_read_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_logs_of_two_runs_are_read_together(tmp_path, capsys):
     wire, slow = tmp_path / "wire.txt", tmp_path / "vram.csv"
     text = (Path(__file__).parent / "outputs" / "perftest.txt").read_text()
     wire.write_text(f"{text} 8388608    5000             396.79             396.70   \t\t   0.005911\n")
     slow.write_text("pattern,blocks,size,seconds\npair,1,268435456,0.02")
     said = diagnosed(capsys, str(slow), str(wire), "hw=2x8xh100", "backend=nixl")
-    assert said["causes"][0]["cause"] == "slow engine"  # type: ignore[index]
+    assert said["causes"][0]["cause"] == "slow engine"
 
 
 def test_one_kind_of_transfer_leaves_the_cause_open():
@@ -128,7 +128,7 @@ def test_posting_time_tells_a_slow_host_from_a_slow_wire():
 @pytest.mark.parametrize(
     ("factor", "said"), [(2.0, "card of the other socket"), (8.0, "all ranks on one card of 8"), (3.0, "about 3.0")]
 )
-def test_a_wire_slower_by_a_known_factor_names_it(factor: float, said: str):
+def test_a_wire_slower_by_a_known_factor_names_it(factor, said):
     assert said in first(made(replace(MODEL, rate=MODEL.rate / factor), LINE / factor)).remedy
 
 
@@ -138,7 +138,7 @@ def diagnosed(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, obje
     return answer
 
 
-def test_public_line_is_as_expected_and_posting_decides(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_public_line_is_as_expected_and_posting_decides(tmp_path, capsys):
     log = tmp_path / "decode.log"
     log.write_text(PUBLIC)
     words = ("diagnose", str(log), "hw=8xh100", "backend=nixl_vllm")
@@ -153,27 +153,26 @@ BUSY = {(1, 4096): 1.4e-3, (4, 4096): 1.77e-3, (32, 4096): 3.81e-3, (256, 4096):
         (4, 65536): 2.39e-3, (32, 65536): 10.7e-3, (256, 65536): 46.6e-3}  # fmt: skip
 
 
-def test_tcp_on_a_busy_host_is_no_late_completion(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_tcp_on_a_busy_host_is_no_late_completion(tmp_path, capsys):
     """Every transfer waits for a processor, and none of the causes fits well."""
     file = tmp_path / "transfers.csv"
     rows = [f"pair,{blocks},{size},{seconds}" for (blocks, size), seconds in BUSY.items()]
     file.write_text("\n".join(["pattern,blocks,size,seconds", *rows]))
     said = diagnosed(capsys, str(file), "hw=loopback", "backend=nixl_shm")
-    assert said["causes"][0]["cause"] == "over TCP"  # type: ignore[index]
+    assert said["causes"][0]["cause"] == "over TCP"
 
 
 LINES = data("benchmarks", "public_transfers.csv").read_text().splitlines()
 PUBLIC_ROWS = list(csv.DictReader(line for line in LINES if not line.startswith("#")))
 FIRST = {(row["predicted"], row["concurrency"] == "1"): row["thread"] for row in reversed(PUBLIC_ROWS)}.values()
 """One thread for each cause; CI's slow part has all."""
+SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=[pytest.mark.slow] * (row["thread"] not in FIRST)) for row in PUBLIC_ROWS]
+    "row", [pytest.param(row, marks=[SLOW] * (row["thread"] not in FIRST)) for row in PUBLIC_ROWS]
 )
-def test_public_threads_are_diagnosed_as_recorded(
-    row: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_public_threads_are_diagnosed_as_recorded(row, tmp_path, capsys):
     names = ("blocks", "size", "concurrency", "operation", "seconds", "posting", "memory", "bare")
     rows = [row | {"bare": "0"}]
     if row["beside"]:
@@ -192,14 +191,14 @@ def test_public_threads_are_diagnosed_as_recorded(
     assert ("threads that share the links" in out) == (row["concurrency"] != "1")
 
 
-def test_log_without_descriptor_counts_and_faster_ones_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_log_without_descriptor_counts_and_faster_ones_are_read(tmp_path, capsys):
     log = tmp_path / "decode.log"
     log.write_text(PUBLIC.replace(", Avg number of descriptors=40064.0", "").replace("=173.794", "=0.2"))
     assert main(["diagnose", str(log), "hw=8xh100", "backend=nixl_vllm"]) == 0
     assert "nothing is slow: every transfer is faster than the model" in capsys.readouterr().out
 
 
-def test_metrics_of_a_server_are_read_from_its_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_metrics_of_a_server_are_read_from_its_address(tmp_path, capsys):
     class Page(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
@@ -214,19 +213,19 @@ def test_metrics_of_a_server_are_read_from_its_address(tmp_path: Path, capsys: p
         url = f"http://127.0.0.1:{server.server_port}/metrics"
         own = diagnosed(capsys, url, "hw=8xh100", "backend=nixl_vllm")
         server.shutdown()
-    (row,) = own["transfers"]  # type: ignore[misc]
-    sample = row["sample"]  # type: ignore[index]
+    (row,) = own["transfers"]
+    sample = row["sample"]
     assert (sample["blocks"], sample["size"], sample["seconds"]) == (40064, 8192, pytest.approx(0.173794))
     assert sample["posting"] == pytest.approx(0.129127)
 
 
-def test_run_of_transfers_is_read_from_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_run_of_transfers_is_read_from_its_folder(tmp_path, capsys):
     words = ["experiment=transfer", "hw=2xh200", "backend=nvlink", "experiment.patterns=[pair]"]
     more = ["experiment.repeat=3", "experiment.warmup=0", f"output={tmp_path}", "--quiet"]
     assert main(["run", *words, *more]) == 0
     answer = diagnosed(capsys, str(next(tmp_path.iterdir())))
     assert (answer["backend"], answer["hw"], answer["path"]) == ("nvlink", "2xh200", "intra")
-    assert answer["causes"][0]["cause"] == EXPECTED  # type: ignore[index]
+    assert answer["causes"][0]["cause"] == EXPECTED
 
 
 @pytest.mark.parametrize(
@@ -241,9 +240,7 @@ def test_run_of_transfers_is_read_from_its_folder(tmp_path: Path, capsys: pytest
         (["{crowd}"], "has no transfer of a pair alone; name a log, or a run with experiment.patterns=[pair]"),
     ],
 )
-def test_what_cannot_be_diagnosed_is_refused(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_what_cannot_be_diagnosed_is_refused(words, message, tmp_path, capsys):
     log, crowd = tmp_path / "decode.log", tmp_path / "crowd.csv"
     log.write_text(PUBLIC)
     crowd.write_text("pattern,blocks,size,concurrency,seconds\nincast,1,4096,1,0.1\n")

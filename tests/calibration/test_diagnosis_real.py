@@ -30,7 +30,7 @@ def causes(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, tuple[f
 @needs_link
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in MARKED if "shm" not in str(name)])
-def test_known_link_slower_than_said_is_a_slow_wire(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_known_link_slower_than_said_is_a_slow_wire(name, tmp_path, capsys):
     sizes = ["experiment.blocks=[1,4]", "experiment.size=[262144,4194304]", "experiment.repeat=5"]
     run = str(ran(tmp_path, "hw=link", f"backend={name}", "hw.link.rate=500Mbps", "hw.link.delay=0.1ms", *sizes))
     said = causes(capsys, run, "hw.link.rate=4Gbps")
@@ -40,7 +40,7 @@ def test_known_link_slower_than_said_is_a_slow_wire(name: str, tmp_path: Path, c
 
 
 @pytest.mark.slow
-def test_forced_tcp_is_told_from_shared_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_forced_tcp_is_told_from_shared_memory(tmp_path, capsys):
     """A slow host, or one that polls late, slows copies through memory alike: one run is held against the other."""
     sizes = ["experiment.blocks=[1,4,32,256]", "experiment.size=[4096,65536]", "experiment.repeat=40"]
     unexplained = {}

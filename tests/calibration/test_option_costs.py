@@ -11,7 +11,7 @@ from pdsim.core.units import parse_rate, parse_time
 from pdsim.hardware.costs import EngineModel, InlineSaving, OptionCosts, Ramp, Workers
 
 OFF = EngineModel(
-    path="nvlink", call=0.0, descriptor=3.4e-6, overlap=True, latency=20e-6, rate=387e9, wire_descriptor=2.4e-6
+    path="nvlink", call=0.0, descriptor=3e-6, overlap=True, latency=2e-5, rate=387e9, wire_descriptor=2e-6
 )
 
 

@@ -94,14 +94,8 @@ def test_real_transfers_go_into_a_bundle_without_names(name, tmp_path, monkeypat
     assert len(texts[f"transfers/{name}-loopback.csv"].splitlines()) > 60
     with zipfile.ZipFile("probe-loopback.zip") as archive:
         every = b"\n".join([archive.read(entry) for entry in archive.infolist()]).decode()
-    lost = [
-        "alice",
-        "gpu-node7",
-        os.uname().nodename,
-        str(Path.home()),
-        str(tmp_path),
-        str(Path(sys.executable).parent),
-    ]
+    paths = (Path.home(), tmp_path, Path(sys.executable).parent)
+    lost = ["alice", "gpu-node7", os.uname().nodename, *map(str, paths)]
     assert not [word for word in lost if re.search(rf"(?<!\w){re.escape(word)}(?!\w)", every)]
     assert not re.search(r"(?<![\w.])\d+\.\d+\.\d+\.\d+(?![\w.])", every)
     assert main(["calibrate", "--from", "probe-loopback.zip"]) == 0
@@ -165,10 +159,7 @@ def test_gathers_of_a_run_become_rows(tmp_path):
         ),
         (["calibrate", "--from", "good.zip", "hw=2xh200"], "hw=2xh200: a bundle says what it is of; leave it out"),
         (["calibrate", "--from", "empty.zip"], "--from empty.zip: no samples in it; its about.json says why"),
-        (
-            ["calibrate", "--from", "other.zip"],
-            "--from other.zip: 'a.txt' is not of a bundle; name a file that pdsim",
-        ),
+        (["calibrate", "--from", "other.zip"], "--from other.zip: 'a.txt' is not of a bundle; name a file"),
         (["calibrate", "--from", "none.zip"], "--from none.zip: not a bundle ('about.json'); name a file that"),
         (["calibrate", "--from", "sly.zip"], "--from sly.zip: hw '../x' must be a plain name, and hw.yaml without"),
         (["calibrate", "--from", "good.zip", "--no-fit"], "--no-fit measures only, and --from fits only; leave one"),

@@ -159,9 +159,7 @@ def test_reads_that_are_no_slower_cost_nothing_more(faster):
 
 
 SMALL = InlineSaving(bytes=1 << 16, descriptors=16, saving=3e-6)
-SAVES = replace(
-    IN_ORDER, call=11e-6, descriptor=2.4e-6, rate=385e9, ramp=(Ramp(first=2, extra=3.3e-6),), small=SMALL
-)
+SAVES = replace(IN_ORDER, call=11e-6, descriptor=2e-6, rate=385e9, ramp=(Ramp(first=2, extra=3.3e-6),), small=SMALL)
 SIZES = [(1, 4096 << power) for power in range(17)]
 SIZES += [(1 << power, size) for size in (4096, 1 << 16, 1 << 18, 1 << 20) for power in range(1, 11)]
 

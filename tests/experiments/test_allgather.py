@@ -33,9 +33,8 @@ def growths(result: Result, pool: str) -> list[int]:
 
 
 def test_a_row_has_the_median_and_both_bandwidths():
-    (row,) = measure(ranks=(4,), size=(8_000_000,), pools=("default",), batches=(), growth=False, repeat=4).rows(
-        "All-gathers"
-    )
+    one = {"ranks": (4,), "size": (8_000_000,), "pools": ("default",), "batches": (), "growth": False}
+    (row,) = measure(**one, repeat=4).rows("All-gathers")
     # 10 us, three steps of 2 us, and three pieces of 8 MB through 8 GB/s
     times = [row[name] for name in ("q1", "med us", "q3")]
     assert times == pytest.approx([3016] * 3, rel=1e-9)
@@ -71,16 +70,16 @@ def test_pieces_and_tokens_arrive_through_gloo_as_on_the_model():
 
 
 @pytest.mark.parametrize(
-    ("options", "key"), [({"ranks": (9,)}, "experiment.ranks=9"), ({"size": (1 << 28,)}, "collective.pool")]
+    ("options", "key"), [({"ranks": (9,)}, "experiment.ranks=9"), ({"size": (1 << 28,)}, "ve.pool")]
 )
-def test_ranks_and_bytes_that_the_machine_lacks_are_refused(options: dict[str, Any], key: str):
+def test_ranks_and_bytes_that_the_machine_lacks_are_refused(options, key):
     (line,) = check(configured(**options))
     assert key in line
     with pytest.raises(ConfigError, match=key):
         measure(**options)
 
 
-def test_real_ranks_without_the_library_are_refused_before_they_start(monkeypatch: pytest.MonkeyPatch):
+def test_real_ranks_without_the_library_are_refused_before_they_start(monkeypatch):
     monkeypatch.setattr("experiments.allgather.plugins.names", lambda group: ["gloo"])
     lacking = type("Lacking", (), {"missing": classmethod(lambda cls: "needs PyTorch; pip install 'pdsim[torch]'")})
     monkeypatch.setattr("experiments.allgather.plugins.resolve", lambda group, name: lacking)

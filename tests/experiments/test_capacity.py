@@ -3,7 +3,6 @@
 
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,7 +51,7 @@ def at(load: float, *, knee: float = 0.63, half: float = 0.0) -> Probe:
 
 
 @pytest.mark.parametrize("start", [0.05, 0.3, 0.62, 0.63, 0.64, 0.95, 5.0])
-def test_the_bracket_closes_on_the_knee_wherever_it_starts(start: float):
+def test_the_bracket_closes_on_the_knee_wherever_it_starts(start):
     answer = bisect(at, 0.9, 0.02, start)
     assert answer.best is not None
     assert answer.best.load <= 0.63 < answer.high
@@ -61,7 +60,7 @@ def test_the_bracket_closes_on_the_knee_wherever_it_starts(start: float):
 
 
 @pytest.mark.parametrize(("confident", "least", "most"), [(False, 0.0, 1.0), (True, 0.5, 0.75)])
-def test_a_bracket_spans_the_loads_that_are_not_sure(confident: bool, least: float, most: float):
+def test_a_bracket_spans_the_loads_that_are_not_sure(confident, least, most):
     answer = bisect(partial(at, half=0.05), 0.9, 0.02, 0.62 if confident else 0.3, confident=confident)
     assert answer.best is not None
     assert answer.best.load <= 0.63
@@ -152,7 +151,7 @@ def test_a_mixed_deployment_costs_what_its_gpus_do():
 
 
 @pytest.mark.parametrize("slo", [SLO, Slo(ttft=0.1, tpot=0.0021)])
-def test_no_simulation_holds_above_what_closed_form_allows(slo: Slo):
+def test_no_simulation_holds_above_what_closed_form_allows(slo):
     workload = replace(GENERATED, count=200, output_mean=60)
     config = served(model=GQA, kv=ROOMY, slo=slo, workload=workload)
     requests = draw(workload, 0, config.model.context).requests
@@ -257,7 +256,7 @@ def test_what_nothing_holds_says_how_near_and_why():
     assert slow.values["capacity_rate"] is None
 
 
-def test_a_search_goes_on_from_its_parts(tmp_path: Path):
+def test_a_search_goes_on_from_its_parts(tmp_path):
     file = tmp_path / "parts.jsonl"
     search(parts=str(file))
     lines = file.read_text().splitlines()

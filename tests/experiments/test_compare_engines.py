@@ -34,9 +34,8 @@ CHOICES = {
 
 
 def compared(decode: int = 2, **options: Any) -> tuple[Result, list[list[Any]]]:
-    config = configured(
-        ONE, Side(tp=decode), GQA, kv=ROOMY, experiment=CompareEnginesOptions(**{**CHOICES, **options})
-    )
+    experiment = CompareEnginesOptions(**{**CHOICES, **options})
+    config = configured(ONE, Side(tp=decode), GQA, kv=ROOMY, experiment=experiment)
     result = run(config, Model(config.hw, config.backend), silent)
     return result, result.tables[0].rows
 

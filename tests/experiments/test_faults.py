@@ -52,7 +52,7 @@ def trial(seed: int, requests: int, kinds: str) -> FaultTrial:
 def explore(seed: int = 0, **options: Any) -> Result:
     experiment = FaultsOptions(**{"scenarios": 4, "workers": 1} | options)
     config = make_config(Path("unused"), experiment=experiment, seed=seed)
-    return run(config, None, silent)  # type: ignore[arg-type]  # scenarios bring their own
+    return run(config, None, silent)  # scenarios bring their own
 
 
 @pytest.mark.slow
@@ -101,7 +101,7 @@ def test_every_kind_of_fault_happens_when_all_are_asked_for_and_none_when_none_i
 
 
 @pytest.mark.slow
-def test_a_violation_is_shrunk_and_printed_with_the_command_that_replays_it(monkeypatch: pytest.MonkeyPatch):
+def test_a_violation_is_shrunk_and_printed_with_the_command_that_replays_it(monkeypatch):
     def forgetful(self: KvSender, *arguments: Any) -> None: ...
 
     monkeypatch.setattr(KvSender, "_conclude", forgetful)
@@ -112,7 +112,7 @@ def test_a_violation_is_shrunk_and_printed_with_the_command_that_replays_it(monk
     assert failure.endswith(smallest.command())
 
 
-def test_parts_add_up_and_are_not_run_again(tmp_path: Path):
+def test_parts_add_up_and_are_not_run_again(tmp_path):
     file = tmp_path / "parts.jsonl"
     options = {"requests": 5, "parts": str(file)}
     assert "0 scenarios were run before" in explore(scenarios=2, **options).notes[1]
@@ -126,13 +126,13 @@ def test_parts_add_up_and_are_not_run_again(tmp_path: Path):
     assert sum(row[1] for row in whole.tables[0].rows) == whole.values["requests"] == 20
 
 
-def test_each_seed_of_a_run_has_scenarios_of_its_own(tmp_path: Path):
+def test_each_seed_of_a_run_has_scenarios_of_its_own(tmp_path):
     file = tmp_path / "parts.jsonl"
     explore(seed=2, scenarios=2, first=3, requests=2, parts=str(file))
     assert [json.loads(line)[0] for line in file.read_text().splitlines()[1:]] == [2_000_003, 2_000_004]
 
 
-def test_parts_of_other_code_or_options_do_not_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_parts_of_other_code_or_options_do_not_add_up(tmp_path, monkeypatch):
     file = tmp_path / "parts.jsonl"
     campaign_parts(file, {"requests": 5})
     with pytest.raises(ConfigError, match="requests=5, these are of 6"):
@@ -147,11 +147,11 @@ def test_parts_of_other_code_or_options_do_not_add_up(tmp_path: Path, monkeypatc
 
 def test_real_engines_are_refused():
     with pytest.raises(ConfigError, match="target=model"):
-        run(make_config(Path("unused"), target="real", experiment=FaultsOptions()), None, print)  # type: ignore[arg-type]
+        run(make_config(Path("unused"), target="real", experiment=FaultsOptions()), None, print)
 
 
 @pytest.mark.slow
-def test_a_campaign_that_is_told_to_end_does_not_wait_for_the_scenarios_that_are_under_way(tmp_path: Path) -> None:
+def test_a_campaign_that_is_told_to_end_does_not_wait_for_the_scenarios_that_are_under_way(tmp_path):
     words = ["experiment=faults", "experiment.scenarios=100000", "experiment.workers=2", f"output={tmp_path}"]
     process = subprocess.Popen([sys.executable, "-m", "pdsim", "run", *words], stderr=subprocess.PIPE)
     deadline = time.monotonic() + 60
@@ -218,14 +218,12 @@ DEFECTS = [
 """Seed, requests and kinds of faults that show what a fix is for, the method without it, and what it breaks."""
 
 
-@pytest.mark.parametrize(
-    ("seed", "requests", "kinds", "change", "invariant"), DEFECTS, ids=lambda value: str(value)[:9]
-)
-def test_a_fix_is_needed_where_it_was(seed: int, requests: int, kinds: str, change: Any, invariant: str):
+@pytest.mark.parametrize(("seed", "requests", "kinds", "change", "law"), DEFECTS, ids=lambda value: str(value)[:9])
+def test_a_fix_is_needed_where_it_was(seed, requests, kinds, change, law):
     shown = trial(seed, requests, kinds)
     assert not shown.run().violations
     with patched((change,)):
-        assert invariant in {violation.invariant for violation in shown.run().violations}
+        assert law in {violation.invariant for violation in shown.run().violations}
 
 
 def drops_what_failed(self: PrefillScheduler, forward: Any) -> Any:
@@ -233,7 +231,7 @@ def drops_what_failed(self: PrefillScheduler, forward: Any) -> Any:
     return forward and changed(forward, chunks=tuple(each for each in forward.chunks if each.room in wanted))
 
 
-def test_a_scheduled_prompt_is_computed_though_its_room_fails(monkeypatch: pytest.MonkeyPatch):
+def test_a_scheduled_prompt_is_computed_though_its_room_fails(monkeypatch):
     """Others have found its pages by then."""
     cached = scenario.cached
 
@@ -282,9 +280,7 @@ FIXED = [
 
 
 @pytest.mark.parametrize(("seed", "requests", "kinds", "statuses"), FIXED, ids=[str(seed) for seed, *_ in FIXED])
-def test_a_scenario_that_found_a_defect_is_clean(
-    seed: int, requests: int, kinds: str, statuses: dict[str, int] | None
-):
+def test_a_scenario_that_found_a_defect_is_clean(seed, requests, kinds, statuses):
     done = trial(seed, requests, kinds).run()
     assert not done.violations
     assert statuses is None or done.statuses == statuses
@@ -302,7 +298,7 @@ def test_reads_that_were_posted_before_the_reader_was_given_up_are_watched():
         assert "read from" in shown.run().violations[0].what
 
 
-def test_a_scenario_that_cannot_be_run_is_a_violation(monkeypatch: pytest.MonkeyPatch):
+def test_a_scenario_that_cannot_be_run_is_a_violation(monkeypatch):
     def fails(*_: object) -> None:
         raise ZeroDivisionError("what")
 

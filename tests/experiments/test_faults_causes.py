@@ -1,6 +1,6 @@
 """Which failures faults explain: those of requests that they reached, at their instances, in time."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,15 +27,7 @@ PLAIN = scenario()
 INFINITE = float("inf")
 
 
-def causes(
-    rows: Sequence[Row],
-    dead: Sequence[str] = (),
-    held: frozenset[int] = frozenset(),
-    broken: frozenset[int] = frozenset(),
-    probes: Sequence[Sequence[str]] = (),
-    left: Sequence[tuple[float, str, str]] = (),
-    **changes: Any,
-) -> tuple[Causes, Outcome]:
+def causes(rows, dead=(), held=frozenset(), broken=frozenset(), probes=(), left=(), **changes):
     """Return what explains failures of the requests in *rows*."""
     histories = [[end, [[start, 1 + n, p, d]]] for n, (p, start, d, end, _) in enumerate(rows)]
     ends = [[p, d, 0, status] for p, _, d, _, status in rows]
@@ -47,9 +39,7 @@ def causes(
     return known, outcome
 
 
-def row(
-    status: str, start: float = 1.0, end: float = 4.0, prefill: str = "prefill0", decode: str = "decode0"
-) -> Row:
+def row(status, start=1.0, end=4.0, prefill="prefill0", decode="decode0"):
     return prefill, start, decode, end, status
 
 
@@ -78,10 +68,7 @@ def full(what: str) -> dict[str, Any]:
 
 LOST, LATE = "PeerLost: nothing from prefill0 for 2 s", "TransferTimeout: not complete"
 NONE = "PeerLost: no prefill instance is left"
-FAILED, REFUSED = (
-    "TransferFailed: the engine reports an error",
-    "SendQueueFull: 9 descriptors on top of 90 outstanding",
-)
+FAILED, REFUSED = "TransferFailed: the engine reports an error", "SendQueueFull: 9 descriptors on top of 90"
 WAITED = "TransferTimeout: not all of it has arrived within 0.5 s"
 SILENT = {"faults": Faults(silences=(Silence("prefill0.0", 2.0, 4.0),)), "dead": ("prefill0.0",)}
 LONG = row(LATE, 5.0, 6.0, decode="decode1")
@@ -130,7 +117,7 @@ ALL = {"kill": {"prefill0.0": 2.0}, "held": frozenset({1})}
         (row(REFUSED, end=1.6), full("wait"), False),
     ],
 )
-def test_a_fault_explains_what_it_reached(failed: Row, how: dict[str, Any], may: bool):
+def test_a_fault_explains_what_it_reached(failed, how, may):
     assert causes([failed], **how)[0].request(0, failed[-1]) is may
 
 
@@ -155,7 +142,7 @@ AWAY = {"faults": Faults(silences=(Silence("prefill0.0", 4.5, 9.0),))}
         (row("ok", 4.0, 6.0, decode="decode1"), AWAY, False),
     ],
 )
-def test_memory_is_short_where_another_request_failed_before(other: Row, how: dict[str, Any], may: bool):
+def test_memory_is_short_where_another_request_failed_before(other, how, may):
     assert causes([SHORT, other], **how)[0].request(0, SHORT[-1]) is may
 
 
@@ -175,7 +162,7 @@ def test_a_silent_rank_that_lives_is_back_after_its_silence():
 
 
 @pytest.mark.parametrize(("count", "proxy", "may"), [(9, 1e-3, False), (10, 1e-3, True), (30, 0.0, False)])
-def test_a_lease_ends_by_a_long_queue_of_the_router(count: int, proxy: float, may: bool):
+def test_a_lease_ends_by_a_long_queue_of_the_router(count, proxy, may):
     mine = row("TransferTimeout: the lease of 0.03 s ended without a heartbeat of the reader", end=1.6)
     others = [row("ok", 1.0, 1.5, "prefill1", "decode1")] * (count - 1)  # each is sent on twice
     how = job({"lease": 0.03, "heartbeat": 0.01, "proxy": proxy + 1e-9})
@@ -216,11 +203,7 @@ def test_a_rank_that_starts_again_may_wait_for_peers_in_vain():
 
 
 def test_a_pair_that_lives_must_serve_its_probe():
-    ends = {
-        ("prefill0", "decode0"): "ok",
-        ("prefill0", "decode1"): "PeerLost: what",
-        ("prefill1", "decode1"): "Stalled",
-    }
+    ends = {("prefill0", "decode0"): "ok", ("prefill0", "decode1"): "PeerLost", ("prefill1", "decode1"): "Stalled"}
     known, outcome = causes([], dead=("prefill1.0",), probes=[[*pair, end] for pair, end in ends.items()])
     (what,) = known.unrecovered(outcome)
     assert what.startswith("prefill0 and decode1 live")

@@ -93,7 +93,7 @@ def test_what_the_machine_or_the_backend_lacks_is_refused():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MARKED)
-def test_real_bytes_arrive_as_they_were_sent(name: str):
+def test_real_bytes_arrive_as_they_were_sent(name):
     config = configured(tp=("2to1",), tokens=(64,), repeat=2)
     real = replace(config, target="real", hw=LOOPBACK, backend=engine(name), memory="timing")
     result = rows(measure(real, make_target(name)))

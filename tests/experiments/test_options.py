@@ -22,6 +22,6 @@ from pdsim.core.errors import ConfigError
         ("validate_live", "bounds={ttft: 0.1}", "bounds must be one of ttft_p50, .*, got 'ttft'"),
     ],
 )
-def test_an_option_out_of_range_is_refused(experiment: str, word: str, message: str):
+def test_an_option_out_of_range_is_refused(experiment, word, message):
     with pytest.raises(ConfigError, match=rf"experiment\.(\w+\[0\]: )?{message}"):
         compose([f"experiment={experiment}", f"++experiment.{word}"])

@@ -37,14 +37,14 @@ def test_the_data_has_every_figure():
     "report",
     ["9149", *(pytest.param(each, marks=pytest.mark.slow) for each in ("7236", "22536", "26406", "37766", "6860"))],
 )
-def test_the_data_has_a_figure_as_the_model_has_it(report: str):
+def test_the_data_has_a_figure_as_the_model_has_it(report):
     config = composed("experiment=report_figures", f"+experiment.only=[{report}]")
     assert list(simulated(config, silent)) == [row for row in kept() if row.report == f"#{report}"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DRAWN)
-def test_a_figure_of_the_page_shows_the_data(name: str):
+def test_a_figure_of_the_page_shows_the_data(name):
     shown, drawn = (FOLDER / f"{name}.svg").read_bytes(), figure(name)
     words = [re.findall(rb"<text[^>]*>([^<]*)</text>", image) for image in (shown, drawn)]
     assert words[0] == words[1], "run: python -m experiments.reports.plot"
@@ -54,7 +54,7 @@ def test_a_figure_of_the_page_shows_the_data(name: str):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_page_has_ttft_by_the_rate_of_gathers(tmp_path: Path, pdsim_says):
+def test_the_page_has_ttft_by_the_rate_of_gathers(tmp_path, pdsim_says):
     text = FOLDER.with_suffix(".md").read_text(encoding="utf-8")
     ttft: dict[str, dict[int, list[str]]] = {}
     for command, memory in re.findall(r"^python -m pdsim (sweep .* kv\.gather=(\w+) .*)$", text, re.MULTILINE):
@@ -71,7 +71,7 @@ def test_the_page_has_ttft_by_the_rate_of_gathers(tmp_path: Path, pdsim_says):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("seed", "command"), SIMULATED)
-def test_a_command_simulates_the_points_kept_of_it(seed: str, command: str, tmp_path: Path, pdsim_says):
+def test_a_command_simulates_the_points_kept_of_it(seed, command, tmp_path, pdsim_says):
     def lines(text: str) -> list[str]:
         return sorted(line for line in text.splitlines() if not line.startswith("#"))
 

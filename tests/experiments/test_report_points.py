@@ -1,7 +1,6 @@
 """What the seeds share: effects and verdicts, variants of other experiments, and the points in data/reports."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 
@@ -34,14 +33,14 @@ class Toy(ExperimentOptions):
 
 
 @pytest.fixture
-def toy_file(monkeypatch, tmp_path: Path) -> Path:
+def toy_file(monkeypatch, tmp_path):
     """The file of a seed's points, in place of the committed ones."""
     (tmp_path / "reports").mkdir()
     monkeypatch.setattr(report_points, "data", lambda *parts: tmp_path.joinpath(*parts))
     return tmp_path / "reports" / "seed_toy.csv"
 
 
-def test_claims_stand_beside_what_was_measured_and_kept(toy_file: Path):
+def test_claims_stand_beside_what_was_measured_and_kept(toy_file):
     rows = "fast,toy fast,real,1to1 64 tokens,3.0,3.0\nfast,toy fast,model,old,9,1\nfast,other,real,x,,1.0\n"
     toy_file.write_text(f"# measured on a toy\nclaim,machine,target,at,before,after\n{rows}")
     config = replace(configured(tp=("1to1",), tokens=(64,)), experiment=Toy())

@@ -90,7 +90,7 @@ def test_a_handoff_saves_a_tcp_message_and_pays_a_batch():
         ("nixl_staging", "4to2", "2xh200 nixl", "hw=2xh200 has too few GPUs for 4toDP4, left out"),
     ],
 )
-def test_ranks_share_a_pair_of_gpus_if_asked_to(seed: str, tp: str, machine: str, note: str):
+def test_ranks_share_a_pair_of_gpus_if_asked_to(seed, tp, machine, note):
     result = measured(seed, "hw=2xh200", f"experiment.tp=[{tp}]", "experiment.placement=sides")
     assert all(at.startswith(tp) for at in effects(result, "handoff", machine))
     assert any(line.startswith(note) for line in result.notes)
@@ -119,7 +119,7 @@ def test_staging_saves_a_descriptor_a_token_and_plane():
 
 
 @pytest.mark.parametrize(("descriptor", "least", "most"), [("1.05us", 6.0, 65.0), ("0", 0.9, 10.0)])
-def test_across_nodes_the_gain_is_that_of_descriptors_not_prepared(descriptor: str, least: float, most: float):
+def test_across_nodes_the_gain_is_that_of_descriptors_not_prepared(descriptor, least, most):
     words = ("hw=2x8xh20", "experiment.tp=[4to1,8to2]", f"experiment.descriptor={descriptor}")
     found = effects(measured("nixl_staging", *words), "handoff", "2x8xh20 nixl").values()
     assert all(least < effect < most for effect in found), found
@@ -164,7 +164,7 @@ def test_the_alias_moves_the_same_bytes_and_takes_longer():
 
 
 @pytest.mark.parametrize("hw", ["loopback", "link"])
-def test_without_rdma_there_is_no_before_and_all_handoffs_succeed(hw: str):
+def test_without_rdma_there_is_no_before_and_all_handoffs_succeed(hw):
     result = measured("mooncake_tcp", f"hw={hw}")
     assert [(row["before"], row["after"]) for row in points(result, "serves", f"{hw} mooncake_tcp")] == [(2, 2)]
     (row,) = points(result, "handoff", f"{hw} mooncake_tcp")

@@ -31,7 +31,7 @@ def errors(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
     return [line.split() for line in capsys.readouterr().out.splitlines() if "in-sample" in line]
 
 
-def test_rows_are_the_median_over_dates(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_rows_are_the_median_over_dates(tmp_path, capsys):
     rows = [row(10.0), row(20.0), row(40.0), row(20.0, method="mtp"), row(20.0, framework="trt")]
     assert against(tmp_path, rows, "-v") == 0
     said = capsys.readouterr().out
@@ -41,14 +41,14 @@ def test_rows_are_the_median_over_dates(tmp_path: Path, capsys: pytest.CaptureFi
     assert " 20 " in said.partition("Servers")[2]
 
 
-def test_tails_count_where_rows_have_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_tails_count_where_rows_have_them(tmp_path, capsys):
     assert against(tmp_path, [[*row(10.0), 1.0, 1.0, 1.0, ""]]) == 0
     (line,) = errors(capsys)
     assert min(float(line[column]) for column in (7, 8, 9)) > 50  # TPOT and TTFT of a second
     assert line[10:12] == ["-", "-"]  # neither the p99 of TTFT nor what needs all
 
 
-def test_regret_counts_steady_servers_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_regret_counts_steady_servers_apart(tmp_path, capsys):
     tails = (0.02, 1.0, 0.02)
     pair = [
         [*row(each)[:-8], *(8, ep, "False", 0) * 2, *tails, late] for ep, each, late in ((1, 1, 60.0), (8, 9, 0.1))
@@ -59,7 +59,7 @@ def test_regret_counts_steady_servers_apart(tmp_path: Path, capsys: pytest.Captu
     assert (steady[1], steady[-1]) == ("steady", "-")
 
 
-def test_two_objectives_are_judged_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_two_objectives_are_judged_apart(tmp_path, capsys):
     # within 5 s and 50 ms, not within 1 s and 20 ms
     assert against(tmp_path, [[*row(10.0), 0.03, 2.0, 0.03, 2.0]]) == 0
     (line,) = errors(capsys)
@@ -76,18 +76,16 @@ def test_servers_start_as_their_scripts_say_by_tp():
     assert not [word for word in words(8, "True") if word.startswith("scheduler.decode_batch")]
 
 
-def test_errors_stand_also_without_servers_that_stood_still(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_errors_stand_also_without_servers_that_stood_still(tmp_path, capsys):
     rows = [[*row(10.0), 1.0, 1.0, 1.0, p99] for p99 in (1.0, 100.0)]
     rows[1][HEAD.index("conc")] = 3
     assert against(tmp_path, rows) == 0
     lines = errors(capsys)
-    assert [(line[0], line[line.index("in-sample") + 1]) for line in lines] == [
-        ("colocated", "2"),
-        ("colocated,", "1"),
-    ]
+    counts = [(line[0], line[line.index("in-sample") + 1]) for line in lines]
+    assert counts == [("colocated", "2"), ("colocated,", "1")]
 
 
-def test_weights_of_four_bits_decode_faster(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_weights_of_four_bits_decode_faster(tmp_path, capsys):
     eight, four = ["b200", *row(10.0)[1:]], ["b200", *row(10.0)[1:]]
     four[2] = "fp4"
     assert against(tmp_path, [eight, four], "-v") == 0
@@ -96,6 +94,6 @@ def test_weights_of_four_bits_decode_faster(tmp_path: Path, capsys: pytest.Captu
     assert of["fp4"] < of["fp8"]
 
 
-def test_against_needs_rows_of_inferencex(capsys: pytest.CaptureFixture[str]):
+def test_against_needs_rows_of_inferencex(capsys):
     assert main(["validate", "--against", "mlperf", "rows.csv"]) == 2
     assert "--against mlperf rows.csv: write --against inferencex FILE" in capsys.readouterr().err

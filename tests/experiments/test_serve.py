@@ -1,7 +1,6 @@
 """`experiment=serve` on the model: every request accounted for, times that add up, ranks and links that fail."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -33,7 +32,7 @@ def test_every_request_of_the_embedded_trace_is_served():
 
 
 @pytest.mark.parametrize("output", [{}, {"output_mean": 1, "output_cv": 0}])
-def test_the_phases_of_a_request_add_up_to_its_whole_time(output: dict[str, int]):
+def test_the_phases_of_a_request_add_up_to_its_whole_time(output):
     for row in rows(serve(configured(workload=replace(GENERATED, **output)))):
         phases = [row[name] for name in ("queueing", "compute", "handshake", "transfer", "polling")]
         assert sum(phases) == pytest.approx(row["e2e"], rel=1e-12)
@@ -100,7 +99,7 @@ def test_users_who_leave_are_told_apart_from_failures():
         ((Side(tp=2, dp=2), Side(tp=4, dp=4)), "least_tokens", 8, "0d1 0d2 0d3 0d0"),  # the rank of its room
     ],
 )
-def test_the_router_chooses_the_decode_instance(sides: Any, router: str, count: int, first: str):
+def test_the_router_chooses_the_decode_instance(sides, router, count, first):
     rate = 0.001 if count == 6 else 200.0
     workload = replace(GENERATED, count=count, rate=rate, input_mean=100)
     result = serve(configured(*sides, GQA, {"router": router}, workload=workload))
@@ -113,7 +112,7 @@ TWO = Side(tp=2, instances=2)
 
 @pytest.mark.parametrize("rank", ["decode0.0", "decode0.1", "prefill0.0", "prefill0.1"])
 @pytest.mark.parametrize("at", [0.0, 0.0501, 0.1503])
-def test_a_rank_that_dies_fails_its_requests_and_nobody_hangs(rank: str, at: float):
+def test_a_rank_that_dies_fails_its_requests_and_nobody_hangs(rank, at):
     result = serve(configured(TWO, TWO, GQA, options=FAULTY, memory="tracked"), kill={rank: at})
     assert kinds(result) <= {"ok", "PeerLost", "OutOfMemory"}
     # at the start only decode's leader has not registered yet: its instance gets no request
@@ -137,19 +136,19 @@ def linked(*words: str) -> Result:
     return serve(compose(["hw=link", "experiment.deadline=2s", *words]))
 
 
-def test_requests_that_get_nowhere_are_stalled(monkeypatch: pytest.MonkeyPatch):
+def test_requests_that_get_nowhere_are_stalled(monkeypatch):
     monkeypatch.setattr(DecodeScheduler, "_submit", lambda *_: None)
     assert kinds(linked()) == {"Stalled"}
 
 
 # the twelve requests take 340 s; without progress, all would fail after 2.7 s
 @pytest.mark.parametrize(("words", "seen"), [(["backend.timeout=10min"], {"ok"}), ([], {"ok", "TransferTimeout"})])
-def test_writes_go_on_until_the_engine_gives_up(words: list[str], seen: set[str]):
+def test_writes_go_on_until_the_engine_gives_up(words, seen):
     assert kinds(linked("hw.link.rate=300kbps", *words)) == seen
 
 
 @pytest.mark.parametrize("kind", ["kind: stall", "kind: cut", "kind: slow, share: 0.01"])
-def test_a_link_that_is_changed_to_the_end_has_a_utilisation(kind: str):
+def test_a_link_that_is_changed_to_the_end_has_a_utilisation(kind):
     change = f"hw.link.changes=[{{{kind}, start: 1s, end: 1000s}}]"
     result = linked("hw.link.rate=5Mbps", change, "backend.timeout=3s")
     assert result.outcome is not None
@@ -184,6 +183,6 @@ STAGED = Kv(page_size=16, pool=1 << 20, staging=True, staging_ring=4096)
         ({"model": HYBRID, "kv": replace(POOL, window_share=0.01)}, r"layers on the prefill side, whose ranks"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_runs(changes: dict[str, Any], message: str):
+def test_what_does_not_fit_is_refused_before_anything_runs(changes, message):
     with pytest.raises(ConfigError, match=message):
         serve(configured(**changes))

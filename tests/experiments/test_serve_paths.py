@@ -14,9 +14,8 @@ from tests.support.configs import EIGHT, ENGINE, LLM
 from tests.support.serving import GENERATED, GQA, MLA, POOL, configured, quarantined, rows, serve, values
 
 SMALL = replace(GENERATED, count=8, input_mean=100)
-STATE = Hybrid(
-    pattern="mwa", window=40, conv_groups=(8, 8, 16), conv_width=3, ssm_heads=4, ssm_head_elements=32, index_bytes=12
-)
+MAMBA = {"conv_groups": (8, 8, 16), "conv_width": 3, "ssm_heads": 4, "ssm_head_elements": 32}
+STATE = Hybrid(pattern="mwa", window=40, index_bytes=12, **MAMBA)
 HYBRID = replace(GQA, layers=7, hybrid=STATE)
 HYBRID_MLA = replace(MLA, layers=5, hybrid=replace(STATE, pattern="am"))
 MODELS = {"gqa": GQA, "two heads": LLM, "mla": MLA, "hybrid": HYBRID, "hybrid mla": HYBRID_MLA}
@@ -36,7 +35,7 @@ SIDES = {
 
 @pytest.mark.parametrize("sides", SIDES)
 @pytest.mark.parametrize("model", MODELS)
-def test_what_arrives_is_what_was_sent(model: str, sides: str):
+def test_what_arrives_is_what_was_sent(model, sides):
     kv = replace(POOL, all_cp_ranks="cp" in sides)
     hw = replace(EIGHT, gpus=16)
     result = serve(configured(*SIDES[sides], MODELS[model], workload=SMALL, memory="tracked", hw=hw, kv=kv))
@@ -100,7 +99,7 @@ def went(config: Config) -> tuple[Result, set[str | None]]:
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2), (4, 2), (2, 4), (4, 1), (1, 4)])
-def test_staged_chunks_arrive_in_one_descriptor_each(prefill: int, decode: int):
+def test_staged_chunks_arrive_in_one_descriptor_each(prefill, decode):
     result, paths = went(staged(prefill, decode))
     assert paths == {"staged"}
     blocks = [record for record in result.transfers if record.label.endswith("/staged")]
@@ -113,12 +112,12 @@ def test_staged_chunks_arrive_in_one_descriptor_each(prefill: int, decode: int):
 
 
 @pytest.mark.parametrize(("prefill", "decode", "model"), [(1, 1, GQA), (2, 2, GQA), (2, 1, MLA), (1, 2, MLA)])
-def test_equal_sizes_and_latent_caches_are_never_staged(prefill: int, decode: int, model: Llm):
+def test_equal_sizes_and_latent_caches_are_never_staged(prefill, decode, model):
     assert went(staged(prefill, decode, model))[1] == {"grouped"}
 
 
 @pytest.mark.parametrize("ring", [CHUNK, CHUNK + 1, 2 * CHUNK - 1])
-def test_a_ring_that_holds_one_chunk_serves_all(ring: int):
+def test_a_ring_that_holds_one_chunk_serves_all(ring):
     assert went(staged(kv=replace(LARGE, staging_ring=ring, staging_wait=1000.0), workload=LONG))[1] == {"staged"}
 
 
@@ -129,7 +128,7 @@ def test_a_ring_that_holds_one_chunk_serves_all(ring: int):
         (replace(LARGE, staging_ring=CHUNK, staging_wait=1e-9), "sliced+staged"),  # while the ring is full
     ],
 )
-def test_what_has_no_staging_slot_goes_in_slices(kv: Kv, path: str):
+def test_what_has_no_staging_slot_goes_in_slices(kv, path):
     result, paths = went(staged(kv=kv, workload=LONG))
     assert path in paths
     assert path == "sliced" or any("went in slices because the staging ring had no" in note for note in result.notes)
@@ -149,7 +148,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 1), (1, 2)])
-def test_every_policy_hands_over_what_was_sent(prefill: int, decode: int, policy: Policy):
+def test_every_policy_hands_over_what_was_sent(prefill, decode, policy):
     path = "grouped" if prefill == decode else "sliced"
     assert went(staged(prefill, decode, kv=SLICED, policy=policy))[1] == {path}
 
@@ -164,13 +163,13 @@ def test_every_policy_hands_over_what_was_sent(prefill: int, decode: int, policy
         (POLICIES["mori"], [1, 1, 1, 1]),  # a plane a write
     ],
 )
-def test_descriptors_are_those_of_the_grouping(policy: Policy, descriptors: list[int]):
+def test_descriptors_are_those_of_the_grouping(policy, descriptors):
     result = serve(staged(1, 1, workload=ONE, kv=SLICED, policy=policy))
     assert [record.descriptors for record in result.transfers] == descriptors
 
 
 @pytest.mark.parametrize("fallback", ["", "control"])
-def test_metadata_that_the_engine_does_not_take_fails_or_falls_back(fallback: str):
+def test_metadata_that_the_engine_does_not_take_fails_or_falls_back(fallback):
     narrow = replace(ENGINE, intra=replace(ENGINE.intra, depth=5, full="refuse"))  # a run of KV is four descriptors
     policy = replace(POLICIES["mooncake"], metadata_fallback=fallback)
     apart = replace(ONE, count=2, rate=1.0)
@@ -196,9 +195,7 @@ def test_a_room_waits_for_the_writes_of_its_own_queue():
     assert posted(queues=1) == pytest.approx(14e-3 + (1600 + 7 * 16 * 1024) / 10e9, rel=1e-9)
     beside = posted(queues=2)
     assert beside < 2.1e-3  # the forward in between
-    assert posted(queues=0) == pytest.approx(
-        14e-3 + beside, rel=1e-3
-    )  # inline: the forward begins when it is posted
+    assert posted(queues=0) == pytest.approx(14e-3 + beside, rel=1e-3)  # inline: the forward begins after it
     assert posted(queues=2, shard="session") == posted(queues=1)  # rooms to one peer share a queue
 
 
@@ -213,7 +210,7 @@ def slow_posts(policy: Policy) -> list[dict[str, Any]]:
     ("policy", "seconds"),
     [(Policy(notify="poll"), 40e-3), (Policy(queues=1), 0.0)],  # KV, then metadata: 20 ms each; or a thread's
 )
-def test_a_scheduler_begins_no_forward_while_it_posts_inline(policy: Policy, seconds: float):
+def test_a_scheduler_begins_no_forward_while_it_posts_inline(policy, seconds):
     first, second = slow_posts(policy)
     assert second["started_at"] - first["prefilled_at"] == pytest.approx(seconds, abs=1e-9)
 
@@ -235,7 +232,7 @@ def test_each_write_of_a_queue_waits_for_the_lock():
         ({"notice": 1e-3, "notify": "message"}, 0.0),
     ],
 )
-def test_what_arrives_holds_the_steps_of_decode(policy: dict[str, Any], held: float):
+def test_what_arrives_holds_the_steps_of_decode(policy, held):
     one = replace(GENERATED, count=1, input_mean=256, input_cv=0, output_mean=4, output_cv=0)
     ways = {name: policy[name] for name in ("metadata", "notify") if name in policy}
     common: dict[str, Any] = {"workload": one, "kv": replace(STAGED, staging=False), "memory": "timing"}

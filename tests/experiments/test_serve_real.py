@@ -8,7 +8,7 @@ from experiments.serve import run
 from pdsim.config import Config
 from pdsim.core.progress import silent
 from pdsim.kv.policy import Policy
-from pdsim.models.llm import Llm, Side
+from pdsim.models.llm import Side
 from pdsim.results.record import Result
 from pdsim.serving.settings import SchedulerLimits, ServingEngine
 from tests.experiments.test_serve_paths import HYBRID, HYBRID_MLA
@@ -42,7 +42,7 @@ def modelled(config: Config) -> Result:
         for case in cases
     ],
 )
-def test_kv_state_and_metadata_arrive_as_they_were_sent(prefill: Side, decode: Side, model: Llm, name: str):
+def test_kv_state_and_metadata_arrive_as_they_were_sent(prefill, decode, model, name):
     config = on_loopback(name, prefill, decode, model, kv=ALL_CP)
     result, model_run = served(name, config), modelled(config)
     moved = [sum(record.nbytes for record in each.transfers) for each in (result, model_run)]
@@ -54,7 +54,7 @@ def test_kv_state_and_metadata_arrive_as_they_were_sent(prefill: Side, decode: S
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 1), (1, 2)])
-def test_what_is_read_is_what_was_computed(name: str, prefill: int, decode: int):
+def test_what_is_read_is_what_was_computed(name, prefill, decode):
     pull = ServingEngine(name="pull", handoff="pull", recompute=1, memory="grow", lease=30.0, heartbeat=0.5)
     fast = SchedulerLimits(chunk=512, decode_batch=4)
     config = on_loopback(name, Side(tp=prefill), Side(tp=decode), HYBRID, engine=pull, scheduler=fast)
@@ -67,7 +67,7 @@ def test_what_is_read_is_what_was_computed(name: str, prefill: int, decode: int)
 @pytest.mark.parametrize("handoff", ["push", "pull"])
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize(("prefill", "decode"), [(16, 64), (64, 16)])
-def test_sides_with_pages_of_their_own_hand_over_all(name: str, prefill: int, decode: int, handoff: str):
+def test_sides_with_pages_of_their_own_hand_over_all(name, prefill, decode, handoff):
     own = ServingEngine(name="own", handoff=handoff, recompute=int(handoff == "pull"), prepare=1e-5)
     kv = replace(POOL, page_size=prefill, decode_page_size=decode)
     config = on_loopback(name, Side(tp=2), Side(tp=1), GQA, engine=own, kv=kv)
@@ -88,7 +88,7 @@ def test_sides_with_pages_of_their_own_hand_over_all(name: str, prefill: int, de
         for case in ((2, 1, "staged"), (1, 2, "staged"), *more)
     ],
 )
-def test_unlike_ranks_hand_over_what_was_sent(prefill: int, decode: int, path: str, name: str):
+def test_unlike_ranks_hand_over_what_was_sent(prefill, decode, path, name):
     kv = replace(POOL, staging=path == "staged", staging_ring=1 << 18)
     config = on_loopback(name, Side(tp=prefill), Side(tp=decode), GQA, kv=kv, policy=Policy(queues=4, staging=True))
     result = served(name, config)
@@ -110,19 +110,19 @@ def test_unlike_ranks_hand_over_what_was_sent(prefill: int, decode: int, path: s
         ),
     ],
 )
-def test_metadata_arrives_both_ways(name: str, policy: Policy):
+def test_metadata_arrives_both_ways(name, policy):
     assert set(served(name, on_loopback(name, policy=policy, model=MLA)).requests["path"]) == {"grouped"}
 
 
 @pytest.mark.parametrize("gather", ["plain", "symmetric"])
-def test_context_parallel_ranks_gather_through_gloo(gather: str):
+def test_context_parallel_ranks_gather_through_gloo(gather):
     pytest.importorskip("torch")
     (name,) = NIXL.values
     library = replace(COLLECTIVE, name="gloo", implementation="gloo", pool=1 << 20)
     sides, kv = (Side(tp=1, cp=2), Side(tp=2)), replace(ALL_CP, gather=gather)
     config = on_loopback(name, *sides, HYBRID, deadline=60.0, collective=library, kv=kv)
     target = make_target(name)
-    target.collective = library  # type: ignore[attr-defined]
+    target.collective = library
     result = run(config, target, silent)
     assert result.failures == []
     engines = {record.engine for record in result.transfers if record.operation == "all_gather"}

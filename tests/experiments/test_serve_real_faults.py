@@ -92,7 +92,7 @@ def account(outcome: Outcome, *ranks: str) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize(("engine", "prefill"), [(PUSH, TWO), (PULL, ONE)], ids=["push", "pull"])
-def test_users_who_leave_in_mid_transfer_leave_no_page_behind(name: str, engine: ServingEngine, prefill: Side):
+def test_users_who_leave_in_mid_transfer_leave_no_page_behind(name, engine, prefill):
     # anywhere between the queue and the last token
     leaves = [(number, 0.004 * number) for number in range(1, 16, 2)]
     outcome = serve(name, requests(16), prefill, engine=engine, leaves=leaves)
@@ -105,7 +105,7 @@ def test_users_who_leave_in_mid_transfer_leave_no_page_behind(name: str, engine:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_pages_of_a_killed_writer_come_back_once_it_writes_no_more(name: str):
+def test_pages_of_a_killed_writer_come_back_once_it_writes_no_more(name):
     both = {"dies": ("prefill0.0", "write", 5), "expected": ("prefill1", "decode0")}
     outcome = serve(name, requests(40), TWO, **both)  # of 24 MiB each, in three writes
     assert {"PeerLost"} <= set(statuses(outcome)) <= {"ok", "PeerLost"}
@@ -121,7 +121,7 @@ def ended_by_ucx(outcome: Outcome, rank: str) -> bool:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_pages_of_a_killed_reader_come_back_with_the_proof_of_its_end(name: str):
+def test_pages_of_a_killed_reader_come_back_with_the_proof_of_its_end(name):
     outcome = serve(name, requests(16), decode=TWO, engine=PULL, dies=("decode0.0", "read", 2))
     assert KILLED in outcome.ranks["decode0.0"].error
     assert {"PeerLost"} <= set(statuses(outcome)) <= {"ok", "PeerLost"}
@@ -132,7 +132,7 @@ def test_pages_of_a_killed_reader_come_back_with_the_proof_of_its_end(name: str)
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_a_lender_that_is_started_again_is_read_again(name: str):
+def test_a_lender_that_is_started_again_is_read_again(name):
     again = {"kill": {"prefill0.0": 1.0}, "restart": {"prefill0.0": 1.5}, "expected": ("prefill0", "decode0")}
     outcome = serve(name, requests(12, apart=0.25), engine=PULL, **again)
     assert set(statuses(outcome)) <= {"ok", "PeerLost"}
@@ -145,7 +145,7 @@ def test_a_lender_that_is_started_again_is_read_again(name: str):
 
 
 @pytest.mark.parametrize("name", [MODEL, ENGINES[0]])
-def test_an_instance_whose_rank_is_killed_and_started_again_serves_again(name: str):
+def test_an_instance_whose_rank_is_killed_and_started_again_serves_again(name):
     """The other rank of the instance ends with it and is started again too: an instance is formed as a whole."""
     restart = {"prefill0.1": 2.0, "prefill0.0": 6.0}  # the router has given the instance up by then
     side, both = Side(tp=1, pp=2, instances=2), ("prefill0", "prefill1", "decode0")
@@ -162,7 +162,7 @@ def test_an_instance_whose_rank_is_killed_and_started_again_serves_again(name: s
 # each rank's new process takes its own time to be there, so that every order occurs
 @pytest.mark.parametrize("name", [MODEL, *ENGINES])
 @pytest.mark.parametrize("side", [ONE, Side(tp=1, pp=2)], ids=["one", "two"])
-def test_both_sides_killed_and_started_again_at_once_serve_again(name: str, side: Side):
+def test_both_sides_killed_and_started_again_at_once_serve_again(name, side):
     both = ("prefill0", "decode0")
     ranks = [f"{instance}.{index}" for instance in both for index in range(side.pp)]
     ends = {"kill": dict.fromkeys(ranks, 1.0), "restart": dict.fromkeys(ranks, 1.5), "expected": both}

@@ -44,7 +44,7 @@ def test_one_transfer_takes_what_engine_and_port_take():
     ("pattern", "ports"),
     [("pair", 1), ("bidirectional", 2), ("incast", 1), ("fanout", 1), ("ring", 4), ("alltoall", 4), ("tp:2x2", 2)],
 )
-def test_ports_bound_what_all_flows_move_together(pattern: str, ports: int):
+def test_ports_bound_what_all_flows_move_together(pattern, ports):
     (row,) = measure(patterns=(pattern,), blocks=(1,), size=(100_000_000,), repeat=4).rows(POINTS)
     assert 0.99 * ports * 10 < row["B/W GB/s"] <= ports * 10
 
@@ -120,7 +120,7 @@ def test_a_program_pauses_between_transfers_that_take_as_long():
         ("tp:4x2", False, "04 14 25 35"),
     ],
 )
-def test_a_pattern_is_these_flows(pattern: str, rotate: bool, expected: str):
+def test_a_pattern_is_these_flows(pattern, rotate, expected):
     pairs = [(source.removeprefix("rank"), sink.removeprefix("rank")) for source, sink in flows(pattern, 4, rotate)]
     assert " ".join(map("".join, pairs)) == expected
 
@@ -129,12 +129,12 @@ def test_a_pattern_is_these_flows(pattern: str, rotate: bool, expected: str):
     ("name", "ours"),
     [("pairwise", "pairs"), ("manytoone:3", "incast:3"), ("onetomany", "fanout"), ("tp:2x4", "tp:2x4")],
 )
-def test_schemes_of_nixlbench_are_patterns(name: str, ours: str):
+def test_schemes_of_nixlbench_are_patterns(name, ours):
     assert pattern(name) == ours
 
 
 @pytest.mark.parametrize("wrong", ["tp", "tp:2x3", "ring:1", "manytoone:"])
-def test_a_count_that_a_pattern_cannot_have_is_refused(wrong: str):
+def test_a_count_that_a_pattern_cannot_have_is_refused(wrong):
     with pytest.raises(ValueError, match="has a count that it cannot have; write "):
         pattern(wrong)
 
@@ -154,11 +154,10 @@ def test_a_volume_lowers_the_repeats_of_large_points_only():
     assert [sum(r.nbytes == size for r in result.transfers) for size in (1000, 100_000, 10_000_000)] == [20, 10, 3]
 
 
-def test_points_come_from_a_file(tmp_path: Path):
+def test_points_come_from_a_file(tmp_path):
     path = tmp_path / "points.csv"
-    path.write_text(
-        "# of a friend\nsize,pattern,blocks,concurrency,operation,note\n64KiB,pair,2,1,read,x\n4096,cross:2,1,2,,y\n"
-    )
+    head = "# of a friend\nsize,pattern,blocks,concurrency,operation,note\n"
+    path.write_text(f"{head}64KiB,pair,2,1,read,x\n4096,cross:2,1,2,,y\n")
     result = measure(points=str(path), memory="tracked")
     assert [row["verified"] for row in result.rows(POINTS)] == ["1/1", "8/8"]
     assert {record.operation for record in result.transfers if record.nbytes == 2 * 65536} == {"read"}
@@ -174,7 +173,7 @@ def test_points_come_from_a_file(tmp_path: Path):
         (None, r"experiment\.points=.*points\.csv: No such file"),
     ],
 )
-def test_a_file_of_points_that_cannot_be_is_refused(tmp_path: Path, text: str | None, message: str):
+def test_a_file_of_points_that_cannot_be_is_refused(tmp_path, text, message):
     path = tmp_path / "points.csv"
     if text is not None:
         path.write_text(text)
@@ -184,7 +183,7 @@ def test_a_file_of_points_that_cannot_be_is_refused(tmp_path: Path, text: str | 
 
 @pytest.mark.parametrize("layout", ["contiguous", "scattered"])
 @pytest.mark.parametrize("operation", ["write", "read"])
-def test_every_slot_arrives_as_it_was_sent(operation: str, layout: str):
+def test_every_slot_arrives_as_it_was_sent(operation, layout):
     patterns = ("pair", "pairs", "bidirectional", "incast", "fanout", "cross:2x2", "ring", "alltoall:3", "tp:1x3")
     options = {"patterns": patterns, "concurrency": (2,), "operation": operation, "layout": layout}
     result = measure(memory="tracked", **options)
@@ -207,7 +206,7 @@ def test_bytes_that_nobody_sent_are_found():
 
 
 @pytest.mark.parametrize(("schedule", "used"), [("free", 3), ("rounds", 4), ("serial", 4)])
-def test_slots_that_no_transfer_used_are_not_checked(schedule: str, used: int):
+def test_slots_that_no_transfer_used_are_not_checked(schedule, used):
     result = measure(memory="tracked", concurrency=(4,), repeat=3, warmup=0, schedule=(schedule,))
     (row,) = result.rows(POINTS)
     assert (row["verified"], row["status"], result.failures) == (f"{used}/{used}", "ok", [])
@@ -226,9 +225,7 @@ class Jobs(Model):
         return super().run(self.change(self.jobs, list(ranks)), {self.victim: times[0]} if times else None)
 
 
-def target(
-    *at: float, victim: str = "rank1", change: Callable[..., list[RankSpec]] = lambda _, specs: specs
-) -> Jobs:
+def target(*at, victim="rank1", change=lambda _, specs: specs):
     return Jobs(change, victim, at)
 
 
@@ -236,7 +233,7 @@ MANY = {"memory": "tracked", "blocks": (1, 2, 4), "size": (100_000,), "repeat": 
 
 
 @pytest.mark.parametrize("victim", ["rank0", "rank1"])
-def test_a_lost_rank_costs_its_own_row_only(victim: str):
+def test_a_lost_rank_costs_its_own_row_only(victim):
     losing = target(30e-3, victim=victim)
     result = run(configured(**MANY), losing, silent)
     found = result.rows(POINTS)
@@ -258,7 +255,7 @@ def test_a_lost_rank_costs_its_own_row_only(victim: str):
         (BackendUnavailable, (), [], ""),  # of the first job: the engine does not work here at all
     ],
 )
-def test_a_job_that_fails_costs_its_points(error: Any, at: Sequence[float], statuses: list[str], failure: str):
+def test_a_job_that_fails_costs_its_points(error, at, statuses, failure):
     def failing(job: int, specs: list[RankSpec]) -> list[RankSpec]:
         if job == 1 and error:
             raise error("rank1 was not ready")
@@ -286,7 +283,7 @@ def test_a_job_that_fails_costs_its_points(error: Any, at: Sequence[float], stat
         (EIGHT, {"blocks": (1,), "size": ((1 << 30) + 1,)}, "needs 1073741825 bytes"),
     ],
 )
-def test_ranks_and_bytes_that_the_machine_lacks_are_refused(hw: Machine, options: dict[str, Any], message: str):
+def test_ranks_and_bytes_that_the_machine_lacks_are_refused(hw, options, message):
     (problem,) = check(configured(hw, **options))
     assert message in problem
 
@@ -294,6 +291,4 @@ def test_ranks_and_bytes_that_the_machine_lacks_are_refused(hw: Machine, options
 def test_what_just_fits_and_ranks_that_share_gpus_run():
     assert list(check(configured(blocks=(1,), size=(1 << 30,)))) == []
     how = {"patterns": ("cross:2",), "placement": ("0", "0", "1", "1"), "blocks": (1,), "size": (10_000_000,)}
-    assert measure(TWO, **how).values["bw_gbs"] == pytest.approx(
-        10, rel=0.01
-    )  # a port in each direction for all four
+    assert measure(TWO, **how).values["bw_gbs"] == pytest.approx(10, rel=0.01)  # a port in each direction for all

@@ -17,9 +17,8 @@ from tests.support.engines import MARKED, engine, make_target
 
 
 def configured(name: str, timeout: float = 30.0, **options: Any) -> Config:
-    experiment = TransferOptions(
-        **{"blocks": (4,), "size": (4096,), "repeat": 20, "warmup": 2, "ranks": 3} | options
-    )
+    few = {"blocks": (4,), "size": (4096,), "repeat": 20, "warmup": 2, "ranks": 3}
+    experiment = TransferOptions(**few | options)
     backend = replace(engine(name), timeout=timeout)
     return make_config(Path("unused"), target="real", hw=LOOPBACK, backend=backend, experiment=experiment)
 
@@ -33,7 +32,7 @@ def configured(name: str, timeout: float = 30.0, **options: Any) -> Config:
         )
     ],
 )
-def test_every_slot_arrives_as_it_was_sent(name: str, operation: str, layout: str):
+def test_every_slot_arrives_as_it_was_sent(name, operation, layout):
     options = {"patterns": ("alltoall",), "concurrency": (2,), "operation": operation, "layout": layout}
     result = run(configured(name, **options), make_target(name), silent)
     assert [(row["verified"], row["status"]) for row in result.rows(POINTS)] == [("12/12", "ok")]
@@ -45,7 +44,7 @@ def test_every_slot_arrives_as_it_was_sent(name: str, operation: str, layout: st
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MARKED)
 @pytest.mark.parametrize("victim", ["rank0", "rank1"])
-def test_a_killed_rank_ends_its_point_as_peer_lost(name: str, victim: str):
+def test_a_killed_rank_ends_its_point_as_peer_lost(name, victim):
     real, kills = make_target(name), [{victim: 0.5}]
 
     class Killing:

@@ -70,7 +70,7 @@ def predict(folder: Path, **options: Any) -> Path:
     return folder / "expectations.json"
 
 
-def test_an_engine_that_is_slower_is_found_out(tmp_path: Path):
+def test_an_engine_that_is_slower_is_found_out(tmp_path):
     result = validate(tmp_path)
     pair = classes(result)["pair"]
     assert (pair[8], pair[2] < 0) == ("pair 1x4096 c1", True)  # 5 us too few of 10 + 1 + 0.4: the smallest is worst
@@ -86,7 +86,7 @@ def test_an_engine_that_is_slower_is_found_out(tmp_path: Path):
         validate(tmp_path / "other", replace(better, model=replace(better.model, layers=3)))
 
 
-def test_predictions_are_on_disk_before_each_part_and_so_is_what_was_measured(tmp_path: Path):
+def test_predictions_are_on_disk_before_each_part_and_so_is_what_was_measured(tmp_path):
     seen = []
 
     def look(_: Sequence[RankSpec]) -> None:
@@ -97,7 +97,7 @@ def test_predictions_are_on_disk_before_each_part_and_so_is_what_was_measured(tm
     assert seen == [(True, 0), (True, 1), (True, 2)]  # transfers, staged handoffs, sliced ones
 
 
-def test_what_takes_long_is_measured_in_a_third_of_the_jobs(tmp_path: Path):
+def test_what_takes_long_is_measured_in_a_third_of_the_jobs(tmp_path):
     said: list[tuple[float, str]] = []
     config = configured(jobs=6, classes=("pair", "handoff", "serve"), tp=("1to2",))
     run(config, Slower(), lambda share, text="", _=None: said.append((share, text)), tmp_path)
@@ -112,7 +112,7 @@ def test_what_takes_long_is_measured_in_a_third_of_the_jobs(tmp_path: Path):
     assert said[-1][0] == 1.0
 
 
-def test_a_part_that_fails_does_not_take_the_others_with_it(tmp_path: Path):
+def test_a_part_that_fails_does_not_take_the_others_with_it(tmp_path):
     def fail(ranks: Sequence[RankSpec]) -> None:
         if ranks[0].program.startswith("experiments.transfer.exchange"):
             raise PeerLost("rank0 is gone")
@@ -123,13 +123,13 @@ def test_a_part_that_fails_does_not_take_the_others_with_it(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("small", "verdict"), [(4e-6, "beyond"), (6e-6, "ok")])
-def test_small_pairs_are_judged_by_seconds_if_asked_for(tmp_path: Path, small: float, verdict: str):
+def test_small_pairs_are_judged_by_seconds_if_asked_for(tmp_path, small, verdict):
     bounds = Bounds(large=1 << 30, small=small)  # each transfer takes 5 us longer than predicted
     (pair,) = validate(tmp_path, classes=("pair",), bounds=bounds).tables[0].rows
     assert (pair[0], pair[-3], round(pair[-2], 9), round(pair[-1], 9)) == ("small pair", verdict, 5e-3, small * 1e3)
 
 
-def test_points_of_a_file_are_validated_and_ranks_without_gpus_left_out(tmp_path: Path):
+def test_points_of_a_file_are_validated_and_ranks_without_gpus_left_out(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text("pattern,blocks,size,concurrency\nfanout:2,2,4096,1\n")
     few = configured(points=str(path), classes=("contention",), patterns=("bidirectional", "cross:2x2"))
@@ -137,7 +137,7 @@ def test_points_of_a_file_are_validated_and_ranks_without_gpus_left_out(tmp_path
     assert {name.partition(",")[0] for name in classes(result)} == {"bidirectional", "fanout"}
 
 
-def test_a_later_run_is_compared_with_the_very_predictions(tmp_path: Path):
+def test_a_later_run_is_compared_with_the_very_predictions(tmp_path):
     path = predict(tmp_path / "a")
     made = kept(tmp_path / "a", "expectations")
     (tmp_path / "a" / "points.csv").unlink()  # it needs no other file
@@ -153,7 +153,7 @@ def test_a_later_run_is_compared_with_the_very_predictions(tmp_path: Path):
     assert re.search(r"0:00:.* before the first transfer.*with calibration none$", note)
 
 
-def test_a_stored_transfer_run_is_compared_with_later_predictions(tmp_path: Path):
+def test_a_stored_transfer_run_is_compared_with_later_predictions(tmp_path):
     real = replace(configured(), experiment=transfer.TransferOptions(patterns=("pair",), size=(4096,), repeat=4))
     with Run(replace(real, output=str(tmp_path))) as stored:
         source = stored.finish(transfer.run(real, Slower(), silent))
@@ -167,7 +167,7 @@ def test_a_stored_transfer_run_is_compared_with_later_predictions(tmp_path: Path
     ("text", "message"),
     [("[1, 2", r"expectations\.json is not a file of a validation"), (None, r"experiment\.expected=.*predict=only")],
 )
-def test_a_file_without_its_predictions_is_refused(tmp_path: Path, text: str | None, message: str):
+def test_a_file_without_its_predictions_is_refused(tmp_path, text, message):
     path = tmp_path / "expectations.json"
     if text:
         path.write_text(text)
@@ -175,7 +175,7 @@ def test_a_file_without_its_predictions_is_refused(tmp_path: Path, text: str | N
         validate(tmp_path / "b", expected=str(path))
 
 
-def test_predictions_of_another_system_are_refused(tmp_path: Path):
+def test_predictions_of_another_system_are_refused(tmp_path):
     config = configured(expected=str(predict(tmp_path / "a", classes=("pair",))))
     for key, there, change in (
         ("hw", "toy", {"hw": replace(EIGHT, name="other")}),
@@ -196,7 +196,7 @@ def test_predictions_of_another_system_are_refused(tmp_path: Path):
         ("real", {"predict": "only", "stored": "b"}, "predict=only with experiment.stored=b: set predict=now"),
     ],
 )
-def test_options_that_cannot_be_are_refused(tmp_path: Path, target: str, options: dict[str, Any], message: str):
+def test_options_that_cannot_be_are_refused(tmp_path, target, options, message):
     with pytest.raises(ConfigError, match=message):
         validate(tmp_path, configured(target, **options))
 
@@ -212,7 +212,7 @@ def test_options_that_cannot_be_are_refused(tmp_path: Path, target: str, options
         ({"ab read": [(0, 1), (2, 3)], "ba read": [(0, 4)]}, 1000.0 + 250.0),  # whose initiator is the sink
     ],
 )
-def test_a_rate_is_that_of_the_transfers_alone(flows: dict[str, list[tuple[float, float]]], expected: float):
+def test_a_rate_is_that_of_the_transfers_alone(flows, expected):
     records = [
         TransferRecord("mine", kind or "write", ends[0], ends[1], 1000, 1, *(begin,) * 3, end, end, label="point")
         for ends, _, kind in (name.partition(" ") for name in flows)

@@ -35,7 +35,7 @@ class Designed:
         return [vars(part) for part in self.parts if part.name == experiment]
 
 
-def test_patterns_have_no_more_ranks_than_there_are_gpus(tmp_path: Path):
+def test_patterns_have_no_more_ranks_than_there_are_gpus(tmp_path):
     eight = Designed(tmp_path, "hw=8xh200", "backend=nvlink")
     assert eight.patterns >= {"pair", "incast:7", "fanout:7", "cross:4x4", "alltoall:8", "pairs:4"}
     assert not any("ranks" in note for note in eight.notes)
@@ -57,9 +57,7 @@ def test_patterns_have_no_more_ranks_than_there_are_gpus(tmp_path: Path):
         ("2xh200", ("1to2", "2to1", "2to2"), "sides", (2,)),
     ],
 )
-def test_the_number_of_gpus_decides_who_hands_over_and_gathers(
-    tmp_path: Path, hw: str, ways: tuple[str, ...], placement: str, gathered: tuple[int, ...]
-):
+def test_the_number_of_gpus_decides_who_hands_over_and_gathers(tmp_path, hw, ways, placement, gathered):
     design = Designed(tmp_path, f"hw={hw}", "backend=nvlink")
     staged, sliced, metadata = design.of("handoff")
     assert (staged["tp"], sliced["tp"]) == (ways, tuple(way for way in ways if way not in ("4to4", "2to2")))
@@ -69,7 +67,7 @@ def test_the_number_of_gpus_decides_who_hands_over_and_gathers(
 
 
 @pytest.mark.parametrize(("jobs", "repeat"), [(1, 5), (6, 3), (9, 2)])
-def test_jobs_of_handoffs_share_the_repeats(tmp_path: Path, jobs: int, repeat: int):
+def test_jobs_of_handoffs_share_the_repeats(tmp_path, jobs, repeat):
     design = Designed(tmp_path, "hw=8xh200", "backend=nixl", f"experiment.jobs={jobs}")
     staged, sliced, _ = design.of("handoff")
     assert (staged["repeat"], sliced["repeat"]) == (repeat, repeat)
@@ -84,16 +82,14 @@ def test_jobs_of_handoffs_share_the_repeats(tmp_path: Path, jobs: int, repeat: i
         (("hw=2xh200", "backend=nvlink"), 1 << 29, (512, 2048, 8192), 9),
     ],
 )
-def test_hosts_are_validated_in_minutes_and_gpus_thoroughly(
-    tmp_path: Path, words: tuple[str, ...], largest: int, tokens: tuple[int, ...], jobs: int
-):
+def test_hosts_are_validated_in_minutes_and_gpus_thoroughly(tmp_path, words, largest, tokens, jobs):
     design = Designed(tmp_path, *words)
     assert largest / 4 < max(point.blocks * point.size for point in design.points) <= largest
     assert design.of("handoff")[0]["tokens"] == tokens
     assert ValidateOptions().sized(design.config.hw.gpus).jobs == jobs
 
 
-def test_a_quick_validation_has_one_job_and_small_transfers(tmp_path: Path):
+def test_a_quick_validation_has_one_job_and_small_transfers(tmp_path):
     design = Designed(tmp_path, "hw=loopback", "backend=nixl_shm", quick=True)
     assert len(design.points) == 8
     assert max(point.blocks * point.size for point in design.points) <= 4 << 20
@@ -101,7 +97,7 @@ def test_a_quick_validation_has_one_job_and_small_transfers(tmp_path: Path):
     assert ValidateOptions(quick=True).sized(0).jobs == 1
 
 
-def test_hosts_have_the_ranks_asked_for_and_the_points_that_fit(tmp_path: Path):
+def test_hosts_have_the_ranks_asked_for_and_the_points_that_fit(tmp_path):
     hosts = ("hw=loopback", "backend=nixl_shm", "experiment.ranks=8")
     design = Designed(tmp_path, *hosts)
     assert "alltoall:8" in design.patterns

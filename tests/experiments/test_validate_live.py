@@ -87,7 +87,7 @@ def folder_of(output: Path) -> Path:
     return found
 
 
-def test_predictions_alone_need_no_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_predictions_alone_need_no_server(tmp_path, capsys):
     words = [*WORDS, "experiment.predict=only", f"output={tmp_path}/made"]
     assert main(["validate", *words, "-v"]) == 0
     made = json.loads((folder_of(tmp_path / "made") / "expectations.json").read_text())
@@ -97,14 +97,14 @@ def test_predictions_alone_need_no_server(tmp_path: Path, capsys: pytest.Capture
     assert "Predicted" in capsys.readouterr().out
 
 
-def test_without_a_server_it_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_without_a_server_it_says_what_is_missing(tmp_path, capsys):
     assert main(["validate", *WORDS, f"output={tmp_path}"]) == 2
     assert "set target=live, or experiment.stored=FOLDER" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 @pytest.mark.live
-def test_a_server_is_predicted_measured_and_compared(llama, tmp_path: Path, capfd: pytest.CaptureFixture[str]):  # noqa: F811
+def test_a_server_is_predicted_measured_and_compared(llama, tmp_path, capfd):  # noqa: F811
     live = ["target=live", f"live.url={llama.url}", "live.vocabulary=512", "live.warmup=0"]
     live.append("live.request={cache_prompt: false}")
     made = tmp_path / "made"

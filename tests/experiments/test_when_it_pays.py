@@ -11,9 +11,7 @@ pytestmark = pytest.mark.slow
 
 
 @cache
-def served(
-    model: str, tp: int, ratio: tuple[int, int], tokens: tuple[int, int], users: int, *more: str
-) -> dict[str, float]:
+def served(model, tp, ratio, tokens, users, *more):
     """Return the metrics of *users* on 8 x H200 who each ask again when they have their answer."""
     words = [
         f"hw=8xh200 model={model} engine=sglang parallel=tp{tp} parallel.prefill.instances={ratio[0]}",

@@ -43,12 +43,12 @@ def of_group(name: str, incarnation: str, leads: bool = False) -> Any:
 
 
 @pytest.fixture
-def found() -> list[tuple[str, str]]:
+def found():
     return []
 
 
 @pytest.fixture
-def owners(found: list[tuple[str, str]]) -> OwnershipChecker:
+def owners(found):
     """Return the owners of a group whose leader was lost and has come back."""
     owners = OwnershipChecker(lambda *what: found.append(what), ComputedChecker(lambda *_: None))
     owners.joined(of_group("decode0.0", "decode0@1", leads=True))
@@ -71,12 +71,12 @@ def owners(found: list[tuple[str, str]]) -> OwnershipChecker:
         ),
     ],
 )
-def test_what_lands_belongs_to_its_room(owners: Any, found: list[Any], room: int, offset: int, what: list[Any]):
+def test_what_lands_belongs_to_its_room(owners, found, room, offset, what):
     owners.landed(Batch(memory("prefill0.0"), memory("decode0.1"), [0], [offset], [16]), f"{room}/0/grouped")
     assert found == what
 
 
-def test_a_rank_of_no_incarnation_is_not_written(owners: OwnershipChecker, found: list[Any]):
+def test_a_rank_of_no_incarnation_is_not_written(owners, found):
     owners.joined(of_group("decode0.1", ""))
     owners.landed(Batch(memory("prefill0.0"), memory("decode0.1"), [0], [0], [16]), "7/0/grouped")
     assert found == [("I3", "room 7 landed on decode0.1, which is in no incarnation of its instance")]
@@ -103,7 +103,7 @@ def left(table: Any) -> list[str]:
         {("prefill0", "decode0"), ("prefill0", "decode1")},
     ],
 )
-def test_a_table_of_peers_may_grow(table: Any):
+def test_a_table_of_peers_may_grow(table):
     assert left(table) == []
 
 
@@ -118,5 +118,5 @@ def test_a_table_of_peers_may_grow(table: Any):
         ({7: "a room"}, "rooms [7]"),
     ],
 )
-def test_nothing_else_may_be_left(table: Any, what: str):
+def test_nothing_else_may_be_left(table, what):
     assert left(table) == [f"prefill0.0.table still has {what} when all is over"]

@@ -3,7 +3,6 @@
 Jobs are those of `experiment=faults` without any fault.
 """
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +38,7 @@ def found(seed: int = 3) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_real_code_keeps_every_law(seed: int):
+def test_the_real_code_keeps_every_law(seed):
     assert found(seed) == []
 
 
@@ -88,12 +87,12 @@ def narrower(original: Any, self: Link, *arguments: Any) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else value[2].__name__,
 )
-def test_a_defect_breaks_its_law(law: str, change: Any):
+def test_a_defect_breaks_its_law(law, change):
     with patched((change,)):
         assert found()[0] == law
 
 
-def test_a_run_says_that_its_laws_were_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_says_that_its_laws_were_checked(tmp_path, capsys):
     words = ["run", "hw=8xh20", "workload.count=5", f"output={tmp_path}", "-v"]
     assert main([*words, "checks=on"]) == 0
     assert "note: checks=on: 0 violations of the laws of simulation" in capsys.readouterr().out
@@ -101,15 +100,13 @@ def test_a_run_says_that_its_laws_were_checked(tmp_path: Path, capsys: pytest.Ca
     assert "checks=on:" not in capsys.readouterr().out
 
 
-def test_a_run_that_breaks_a_law_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_run_that_breaks_a_law_fails(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("pdsim.verify.laws._PHASES", ("finished", "joined"))
     assert main(["run", "hw=8xh20", "workload.count=5", f"output={tmp_path}", "checks=on"]) == 1
     assert "law of causality: room 1" in capsys.readouterr().out
 
 
-def test_a_compiled_pdsim_refuses_to_watch(monkeypatch: pytest.MonkeyPatch):
+def test_a_compiled_pdsim_refuses_to_watch(monkeypatch):
     monkeypatch.setattr("pdsim.core.clock.__file__", "pdsim/core/clock.cpython-311-x86_64-linux-gnu.so")
     with pytest.raises(ConfigError, match="checks=on watches methods"):
         LawChecker()

@@ -53,7 +53,7 @@ def hybrid(tp: int = 1, pp: int = 1, stage: int = 0) -> KvLayout:
         (QWEN3_NEXT, 1, 24_576),  # only layers with full attention keep tokens
     ],
 )
-def test_a_token_takes_what_the_reference_says(shape: KvShape, tp: int, nbytes: int):
+def test_a_token_takes_what_the_reference_says(shape, tp, nbytes):
     assert shape.token_bytes(tp) == nbytes
 
 
@@ -85,7 +85,7 @@ def test_a_mamba_slot_is_divided_group_by_group():
         *((layout(LLAMA_8B), {name: 0}, f"{name} must be >= 1, got 0") for name in ("tp", "page_size", "pages")),
     ],
 )
-def test_what_is_no_model_or_pool_is_refused(what: object, changes: dict[str, object], words: str):
+def test_what_is_no_model_or_pool_is_refused(what, changes, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         replace(what, **changes)
 
@@ -99,7 +99,7 @@ ZEROS = tuple(map(bytes, AUX_ROWS))
     ("pool", "way", "memory"),
     [("default", "write", "device"), ("nvlink", "control", "host"), ("intra_node_nvlink", "write", "device")],
 )
-def test_the_pool_decides_the_way_of_metadata(pool: str, way: str, memory: str):
+def test_the_pool_decides_the_way_of_metadata(pool, way, memory):
     assert (Policy(pool=pool).metadata_by, Policy(pool=pool).metadata_on) == (way, memory)
 
 
@@ -128,7 +128,7 @@ def test_rows_are_stored_in_their_slot_and_cut():
         (Grid(1, pp=8), Grid(1), "pp=8 over 4 layers: every stage needs at least one"),
     ],
 )
-def test_what_has_no_mapping_is_refused(prefill: Grid, decode: Grid, words: str):
+def test_what_has_no_mapping_is_refused(prefill, decode, words):
     with pytest.raises(ValueError, match=words):
         RankMap(KvShape(4, 6, 8), prefill, decode)
     with pytest.raises(ValueError, match="one must divide the other"):
@@ -147,5 +147,5 @@ def test_ranks_are_numbered_tp_fastest_and_stages_slowest():
     ("tokens", "window", "page", "span"),
     [(100, 16, 4, (21, 4)), (10, 16, 4, (0, 3)), (100, 30, 64, (1, 1)), (5, 1, 1, (4, 1)), (64, 64, 64, (0, 1))],
 )
-def test_a_window_touches_whole_pages(tokens: int, window: int, page: int, span: tuple[int, int]):
+def test_a_window_touches_whole_pages(tokens, window, page, span):
     assert window_span(tokens, window, page) == span

@@ -19,7 +19,6 @@ from pdsim.kv.messages import (
     Destination,
     Forward,
     Forwards,
-    KvMessage,
     Ping,
     Status,
     Submit,
@@ -43,7 +42,7 @@ PREFIX = bytes([VERSION])
 
 
 @pytest.mark.parametrize("message", SOME, ids=lambda message: type(message).__name__)
-def test_a_message_survives_the_wire_with_tuples(message: KvMessage):
+def test_a_message_survives_the_wire_with_tuples(message):
     assert decode(encode(message)) == message
     if isinstance(message, Forward):
         assert hash(decode(encode(message)).chunks[0].runs) == hash(CHUNK.runs)
@@ -64,7 +63,7 @@ def test_a_message_survives_the_wire_with_tuples(message: KvMessage):
     ],
     ids=lambda value: repr(value[:12]),
 )
-def test_what_is_no_message_of_this_version_is_refused(payload: bytes, words: str):
+def test_what_is_no_message_of_this_version_is_refused(payload, words):
     with pytest.raises(MessageError, match=words or None):
         decode(payload)
 
@@ -86,13 +85,13 @@ def damaged(draw: st.DrawFn) -> bytes:
 @settings(max_examples=2000, deadline=None, derandomize=True, database=None)
 @given(damaged() | st.binary(max_size=64) | st.binary(max_size=64).map(PREFIX.__add__))
 @example(b"\x93\xa1\x93")
-def test_any_bytes_are_a_message_or_a_message_error(payload: bytes):
+def test_any_bytes_are_a_message_or_a_message_error(payload):
     with suppress(MessageError):
         decode(payload)
 
 
 @pytest.mark.parametrize(("old", "new"), list(product(Status, Status)))
-def test_no_status_goes_back(old: Status, new: Status):
+def test_no_status_goes_back(old, new):
     over = old in (Status.FAILED, Status.SUCCESS)
     assert advance(old, new) is (old if over else Status.FAILED if new is Status.FAILED else max(old, new))
 

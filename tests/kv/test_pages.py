@@ -2,7 +2,6 @@
 
 import random
 from functools import partial
-from typing import Any
 
 import pytest
 
@@ -39,7 +38,7 @@ def test_runs_are_as_long_as_can_be_had(pages, counts, released, wanted, given):
         ("stack", (5, 4, 1, 0, 3)),  # what was freed last
     ],
 )
-def test_pages_are_given_out_in_the_order_of_releases(order: str, given: tuple[int, ...]):
+def test_pages_are_given_out_in_the_order_of_releases(order, given):
     pool = filled(page_pool(order, 6), 2, 2, 2)
     for owner in (1, 0, 2):
         pool.release(owner)
@@ -55,7 +54,7 @@ def test_what_a_queue_adds_to_an_owner_comes_last():
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_every_order_refuses_the_same(order: str):
+def test_every_order_refuses_the_same(order):
     pool = page_pool(order, 4)
     assert pool.allocate(1, 5) is None
     pool.allocate(1, 2)
@@ -107,7 +106,7 @@ def test_a_moving_window_needs_one_page_more():
 
 
 @pytest.mark.parametrize(("short", "count"), [({"slots": 1}, 1), ({"window_pages": 5}, 1), ({}, 2)])
-def test_a_request_gets_all_its_state_or_none(short: dict[str, int], count: int):
+def test_a_request_gets_all_its_state_or_none(short, count):
     pool = state(**short)
     got = [pool.allocate(owner, 10, 10, PAGES) for owner in (1, 2)]
     assert sum(rows is not None for rows in got) == len(pool) == count
@@ -163,7 +162,7 @@ def test_the_end_of_the_oldest_prompt_is_evicted_first():
 
 
 @pytest.mark.parametrize(("eviction", "left"), [("block", 3), ("radix", 0)])
-def test_a_radix_node_goes_whole_a_block_alone(eviction: str, left: int):
+def test_a_radix_node_goes_whole_a_block_alone(eviction, left):
     pool = served(5, [1, 2, 3, 4], eviction=eviction)
     assert pool.allocate(9, 2) is not None
     assert pool.match([1, 2, 3, 4]) == left
@@ -223,7 +222,7 @@ POOLS |= {eviction: partial(PrefixPagePool, eviction=eviction) for eviction in (
 
 
 @pytest.mark.parametrize("make", POOLS.values(), ids=POOLS)
-def test_no_page_is_ever_lost_or_given_twice(make: Any):
+def test_no_page_is_ever_lost_or_given_twice(make):
     draw, pool, live = random.Random(7), make(pages=40), set()
     for owner in range(3000):
         shared = draw.randrange(6)

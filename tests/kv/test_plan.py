@@ -49,14 +49,14 @@ def test_ranks_of_one_kind_share_their_batches():
         ((), "nothing to transfer"),
     ],
 )
-def test_runs_that_make_no_batch_are_refused(runs: Runs, words: str):
+def test_runs_that_make_no_batch_are_refused(runs, words):
     pool = layout(LLAMA_8B, pages=256)
     with pytest.raises(InvalidBatch, match=words):
         Planner(pool, pool).batch(runs)
 
 
 @pytest.mark.parametrize("heads", [None, HeadSlice(0, 1, 1)])
-def test_the_planes_of_a_batch_are_its_parts_in_turn(heads: HeadSlice | None):
+def test_the_planes_of_a_batch_are_its_parts_in_turn(heads):
     plan, runs = Planner(layout(LLAMA_8B), layout(LLAMA_8B), RankShare(("kv",), heads)), ((0, 4, 2), (5, 0, 3))
     whole, planes = plan.batch(runs), [plan.plane(runs, plane) for plane in range(plan.planes)]
     assert {counted(plane) for plane in planes} == {(len(whole) // 64, counted(whole)[1] // 64)}
@@ -87,7 +87,7 @@ def test_alike_ranks_move_a_slot_in_few_descriptors():
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2), (4, 1), (2, 4)])
-def test_unlike_ranks_move_each_group_and_token(prefill: int, decode: int):
+def test_unlike_ranks_move_each_group_and_token(prefill, decode):
     part = RankMap(hybrid().shape, Grid(prefill), Grid(decode)).part(0, 0)
     batch = Planner(hybrid(prefill), hybrid(decode), part._replace(aux=False)).batch((), state=RUNS)
     # groups of both tensors; planes x pages x tokens; runs
@@ -109,7 +109,7 @@ def moved(batch: Batch, source: np.ndarray, target: np.ndarray) -> None:
 
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2), (4, 2), (2, 4), (4, 1), (8, 2)])
 @pytest.mark.parametrize("heads", [2, 4])
-def test_staging_moves_the_same_bytes_as_slicing(prefill: int, decode: int, heads: int):
+def test_staging_moves_the_same_bytes_as_slicing(prefill, decode, heads):
     shape = KvShape(layers=2, heads=heads, head_bytes=8)
     source, target = KvLayout(shape, prefill, 2, 8, 1), KvLayout(shape, decode, 2, 6, 1)
     ranks = RankMap(shape, Grid(prefill), Grid(decode))
@@ -135,7 +135,7 @@ def blocks(prefill: int, decode: int) -> tuple[BlockPlan, BlockPlan]:
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (2, 2)])
-def test_a_side_with_all_heads_moves_runs_the_other_tokens(prefill: int, decode: int):
+def test_a_side_with_all_heads_moves_runs_the_other_tokens(prefill, decode):
     gather, scatter = blocks(prefill, decode)
     gathered = gather.gather(region(), SOURCE_PAGES, region())
     scattered = scatter.scatter(region(), 16, region(), TARGET_PAGES)
@@ -175,9 +175,7 @@ class Counted(NamedTuple):
     nbytes: int  # of all
 
 
-def count(
-    model: KvShape, backend: str, prefill: int, page_size: int, groups: int, decode: int = 0, ring: int = 0
-) -> Counted:
+def count(model, backend, prefill, page_size, groups, decode=0, ring=0):
     """Return what prefill rank 0 of *prefill* writes to decode rank 0 of *decode*, as many unless said, a chunk."""
     decode = decode or prefill
     pages = TOKENS // page_size
@@ -202,7 +200,7 @@ def count(
         *(("deepseek-v3", tp, decode, 64, 61, 549 * MIB) for tp, decode in ((1, 1), (8, 8), (8, 1), (1, 8))),
     ],
 )
-def test_whole_rows_are_grouped(model: str, tp: int, decode: int, page_size: int, planes: int, nbytes: int):
+def test_whole_rows_are_grouped(model, tp, decode, page_size, planes, nbytes):
     found, pages = shape(model, dtype_bytes=2), TOKENS // page_size
     for groups in (1, 8, pages):
         assert count(found, "mooncake", tp, page_size, groups, decode) == (1, planes * groups, nbytes)
@@ -219,9 +217,7 @@ def test_whole_rows_are_grouped(model: str, tp: int, decode: int, page_size: int
         ("qwen3-32b", 2, 4, 1, 128, 2),
     ],
 )
-def test_slices_are_a_descriptor_for_each_token_and_plane(
-    model: str, prefill: int, decode: int, page_size: int, planes: int, heads: int
-):
+def test_slices_are_a_descriptor_for_each_token_and_plane(model, prefill, decode, page_size, planes, heads):
     found, nbytes = shape(model), planes * TOKENS * heads * 128 * 2
     assert count(found, "mooncake", prefill, page_size, 1, decode) == (planes, TOKENS, nbytes)
     assert count(found, "mori", prefill, page_size, 1, decode) == (planes, TOKENS, nbytes)
@@ -230,7 +226,7 @@ def test_slices_are_a_descriptor_for_each_token_and_plane(
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(8, 8), (8, 1), (1, 8), (4, 2)])
-def test_an_index_goes_once_to_every_decode_rank(prefill: int, decode: int):
+def test_an_index_goes_once_to_every_decode_rank(prefill, decode):
     found = shape("deepseek-v3.2-exp")
     layouts = [KvLayout(found, tp, 64, 16, 4) for tp in (prefill, decode)]
     assert [(table.component, len(table.planes), table.item) for table in layouts[0].tables] == [

@@ -35,7 +35,7 @@ def ring(*sizes: int) -> Ring:
         ([80, 90, 10], [(1, Slot(100, 90)), (2, Slot(190, 10))]),  # the small one fits, but does not overtake
     ],
 )
-def test_slots_go_round_in_the_order_of_the_line(sizes: list[int], given: list[tuple[int, Slot]]):
+def test_slots_go_round_in_the_order_of_the_line(sizes, given):
     one = ring(*sizes)
     assert list(one.advance()) == []
     one.release(0)
@@ -154,7 +154,7 @@ def test_a_block_is_scattered_and_its_slot_freed():
 
 
 @pytest.mark.parametrize(("scatter", "first"), [("chunk", 0.7), ("writer", 0.5)])
-def test_a_chunk_is_scattered_when_all_its_writers_arrived(scatter: str, first: float):
+def test_a_chunk_is_scattered_when_all_its_writers_arrived(scatter, first):
     reports, _, left = run(ASK, [*ASK, 1], ARRIVE, [0.7, "arrive", 1, 0, 1], scatter=scatter)
     assert reports[0][0] == pytest.approx(first + COPY, rel=1e-3)
     assert [line[1:] for line in reports] == [["scattered", 1, ""]] * 2
@@ -174,7 +174,7 @@ def test_a_chunk_is_scattered_when_all_its_writers_arrived(scatter: str, first: 
         ([[0.0, "ask", 1, 0, 2 * PAGE + 1]], [[1, 0, -1]]),
     ],
 )
-def test_who_waits_is_answered(script: list[list[Any]], wanted: list[list[int]]):
+def test_who_waits_is_answered(script, wanted):
     _, answers, left = run(*script)
     assert answers == wanted
     assert left.get("refused", 0) == sum(position < 0 for *_, position in wanted)
@@ -210,7 +210,7 @@ def test_a_room_is_quiet_only_when_its_scatter_has_ended():
         ([ASK, [0.1, "sever", "another"]], {"used": PAGE, "left": 1}),
     ],
 )
-def test_slots_go_back_to_the_ring_unscattered(script: list[list[Any]], left: dict[str, int]):
+def test_slots_go_back_to_the_ring_unscattered(script, left):
     reports, _, kept = run(*script)
     assert [line for line in reports if line[1] == "scattered"] == []
     assert kept == left

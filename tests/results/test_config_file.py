@@ -9,12 +9,8 @@ from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError
 from pdsim.sweep.points import name_of
 
-WORDS = (
-    ["workload=smoke"],
-    ["hw=2xh200", "backend=nixl"],
-    ["workload=smoke", "kv.staging=true"],
-    ["workload=smoke"],
-)
+SMOKE = ["workload=smoke"]
+WORDS = (SMOKE, ["hw=2xh200", "backend=nixl"], [*SMOKE, "kv.staging=true"], SMOKE)
 
 
 def test_what_was_written_before_leaves_no_trace(monkeypatch):

@@ -115,14 +115,8 @@ def test_a_run_that_served_says_what_matters_in_a_dozen_lines(config):
     [((), "2 x TP4"), (("parallel=tp2", "parallel.decode.instances=2"), "3 x TP2"), (("hw.gpus=4",), "1 x TP4")],
 )
 def test_a_colocated_run_names_the_engines_that_served(tmp_path, words, layout):
-    own = (
-        "hw=8xh200",
-        "experiment.deployment=colocated",
-        "workload=smoke",
-        "workload.count=1",
-        f"output={tmp_path}",
-    )
-    run = pdsim.simulate(*own, *words)
+    own = ("hw=8xh200", "experiment.deployment=colocated", "workload=smoke", "workload.count=1", *words)
+    run = pdsim.simulate(*own, output=tmp_path)
     assert f", {layout}, sglang, " in report.headline(run.about, run.folder)
 
 

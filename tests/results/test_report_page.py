@@ -182,7 +182,7 @@ def test_what_cannot_be_drawn_is_refused_in_one_line(folders, pdsim_says, words,
     [
         ("plotly", "report.page", ()),
         ("jinja2", "report.page", ()),
-        ("matplotlib", "drawing", ("--figure", "latency")),
+        ("matplotlib", "drawing", ("--figure", "queues")),
     ],
 )
 def test_a_missing_library_says_what_to_install(folders, pdsim_says, monkeypatch, library, module, words):

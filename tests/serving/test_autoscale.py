@@ -189,9 +189,7 @@ def test_both_sides_lose_in_proportion_above_the_gpus_that_there_are():
     assert within((0, 7), 1, (1, 1), 0) == (1, 7)
 
 
-ROLES = Autoscale(
-    policy="schedule", options={"steps": [[0, 1, 2], [3.0, 2, 1]]}, every=1.0, start=60.0, gpus=3, switch=2.0
-)
+ROLES = replace(NIGHT, options={"steps": [[0, 1, 2], [3.0, 2, 1]]}, start=60.0, gpus=3, switch=2.0)
 
 
 def test_a_switched_instance_serves_after_the_drain_and_the_switch():

@@ -106,9 +106,8 @@ def test_a_request_without_a_window_or_state_waits_for_the_first_to_end():
     assert other["queueing"] == pytest.approx(one["e2e"], rel=1e-12)
     (_, other), *_ = served(requests, {"decode_pages": 100, "window_share": 0.06}, model=windows)
     assert other["queueing"] == 0
-    mamba = replace(
-        GQA, hybrid=Hybrid(pattern="ma", conv_groups=(64,), conv_width=3, ssm_heads=8, ssm_head_elements=64)
-    )
+    state = Hybrid(pattern="ma", conv_groups=(64,), conv_width=3, ssm_heads=8, ssm_head_elements=64)
+    mamba = replace(GQA, hybrid=state)
     config = configured(options=TOGETHER, kv=Kv(page_size=16, state_slots=3), model=mamba)
     assert job(config, ServeOptions(**TOGETHER)).decode_batch == 3
 
@@ -177,7 +176,7 @@ def test_engines_share_the_memory_of_their_host():
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "retract"])
-def test_many_requests_in_few_pages_all_end(preemption: str):
+def test_many_requests_in_few_pages_all_end(preemption):
     requests = [Request(0.01 * n, 50 + 37 * (n % 9), 20 + 31 * (n % 7), priority=n % 2) for n in range(60)]
     table, *_ = served(requests, {"decode_pages": 40}, engine=growing(preemption, scheduler="priority"))
     assert {row["status"] for row in table} == {"ok"}
@@ -233,7 +232,7 @@ def test_a_group_without_requests_waits_with_the_other():
 
 
 @pytest.mark.parametrize("mixed", [True, False])
-def test_many_requests_on_groups_all_end(mixed: bool):
+def test_many_requests_on_groups_all_end(mixed):
     requests = [Request(0.01 * number, 100 + 37 * number % 400, 5 + number % 30) for number in range(60)]
     every, _ = grouped(requests, engine=growing("recompute", mixed=mixed, overlap=not mixed))
     assert [row["status"] for row in every] == ["ok"] * 60

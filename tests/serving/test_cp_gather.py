@@ -43,7 +43,7 @@ def test_no_collective_means_no_gather():
 
 @pytest.mark.parametrize("memory", ["plain", "symmetric", "both"])
 @pytest.mark.parametrize("model", MODELS)
-def test_gathered_bytes_reach_decode(model: str, memory: str):
+def test_gathered_bytes_reach_decode(model, memory):
     result = served(3, MODELS[model], memory="tracked", kv=replace(POOL, gather=memory, all_cp_ranks=True))
     assert result.failures == []
     kind = "plain" if memory == "plain" else "symmetric"
@@ -52,7 +52,7 @@ def test_gathered_bytes_reach_decode(model: str, memory: str):
     assert {record.engine.split(":")[-1] for record in gathers} == {kind}
 
 
-def test_a_gather_that_mixes_rows_up_is_noticed(monkeypatch: pytest.MonkeyPatch):
+def test_a_gather_that_mixes_rows_up_is_noticed(monkeypatch):
     from pdsim.kv import allgather
 
     order = allgather.Split.order
@@ -71,9 +71,8 @@ def test_without_symmetric_memory_plain_memory_is_used_and_said_once():
 
 
 def test_data_parallel_groups_gather_in_plain_memory():
-    config = configured(
-        Side(tp=2, cp=2, dp=2), Side(tp=1), GQA, kv=replace(POOL, gather="both"), collective=COLLECTIVE
-    )
+    both = {"kv": replace(POOL, gather="both"), "collective": COLLECTIVE}
+    config = configured(Side(tp=2, cp=2, dp=2), Side(tp=1), GQA, **both)
     gather = job(config, ServeOptions()).gather
     assert gather is not None
     assert (gather.memory, gather.fallback) == ("plain", "parallel.prefill.dp=2 pads to unequal sums")

@@ -100,7 +100,7 @@ def test_what_arrives_within_a_step_is_seen_at_its_end():
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
-def test_a_request_joins_after_the_depth_of_the_pipeline(depth: int):
+def test_a_request_joins_after_the_depth_of_the_pipeline(depth):
     engine = replace(SGLANG, decode=replace(SGLANG.decode, idle=0.0), pipeline=depth)
     what, _, (one, two) = run(engine, [Request(0.0, 100, 400), Request(0.001, 100, 20)])
     end, context = one["joined"] + 0.0006 + 100 * 1e-5, 101
@@ -117,7 +117,7 @@ def test_a_request_joins_after_the_depth_of_the_pipeline(depth: int):
 
 
 @pytest.mark.parametrize("holds", [False, True])
-def test_posting_a_read_holds_the_tokens_of_those_that_run(holds: bool):
+def test_posting_a_read_holds_the_tokens_of_those_that_run(holds):
     backend = configured().backend
     assert backend.intra is not None
     backend = replace(backend, intra=replace(backend.intra, call=0.050))
@@ -178,14 +178,14 @@ def test_kv_is_posted_after_the_forward_later_under_load():
 
 
 @pytest.mark.parametrize("engine", [VLLM, SGLANG], ids=["pull", "push"])
-def test_one_seed_gives_one_run_and_another_gives_another(engine: ServingEngine):
+def test_one_seed_gives_one_run_and_another_gives_another(engine):
     requests = [Request(0.01 * number, 100, 20) for number in range(20)]
     first, again, other = (run(replace(engine, variation=0.3), requests, seed=seed).rows for seed in (0, 0, 1))
     assert first == again != other
 
 
 @pytest.mark.parametrize(("handoff", "poster"), [("pull", "decode0.0"), ("push", "prefill0.0")])
-def test_the_first_transfer_waits_for_its_descriptor_lists(handoff: str, poster: str):
+def test_the_first_transfer_waits_for_its_descriptor_lists(handoff, poster):
     posted = []
     for prepare in (0.0, 1e-3):
         engine = replace(VLLM, handoff=handoff, recompute=0, prepare=prepare)
@@ -202,7 +202,7 @@ DRAFTS = {"draft": 3, "acceptance": 1.0, "draft_share": 0.1}
 
 
 @pytest.mark.parametrize(("acceptance", "growth", "steps"), [(1.0, 4, 5), (1e-12, 1, 20)])
-def test_a_drafted_step_verifies_all_its_proposals_at_once(acceptance: float, growth: int, steps: int):
+def test_a_drafted_step_verifies_all_its_proposals_at_once(acceptance, growth, steps):
     engine = replace(SGLANG, **(DRAFTS | {"acceptance": acceptance}))
     what, _, (row,) = run(engine, [Request(0.0, 100, 21)])
     time = what.decode_time
@@ -220,7 +220,7 @@ def test_accepted_drafts_follow_the_published_mean():
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "retract"])
-def test_drafted_requests_that_lack_pages_get_all_their_tokens(preemption: str):
+def test_drafted_requests_that_lack_pages_get_all_their_tokens(preemption):
     engine = replace(VLLM, draft=3, acceptance=0.6, preemption=preemption)
     kv = replace(configured().kv, pool=3 << 15)  # 24 pages of 16 tokens
     requests = [Request(0.001 * number, 60, 120) for number in range(6)]
@@ -229,7 +229,7 @@ def test_drafted_requests_that_lack_pages_get_all_their_tokens(preemption: str):
 
 
 @pytest.mark.parametrize("handoff", ["pull", "push"])
-def test_a_drafters_kv_is_moved_or_computed_again(handoff: str):
+def test_a_drafters_kv_is_moved_or_computed_again(handoff):
     moved = []
     for kv in ("transferred", "recomputed"):
         engine = replace(VLLM, handoff=handoff, recompute=0, **DRAFTS, draft_layers=1, draft_kv=kv)
@@ -314,7 +314,7 @@ def pool(pages: int) -> Any:
 
 @pytest.mark.parametrize(("policy", "pages"), [("fcfs", 20), ("fcfs", 25), ("least_generated", 20)])
 @pytest.mark.parametrize("preemption", ["retract", "recompute"])
-def test_preemption_goes_as_stepping_token_by_token_does(policy: str, pages: int, preemption: str):
+def test_preemption_goes_as_stepping_token_by_token_does(policy, pages, preemption):
     requests = [Request(0.0, 20 + 13 * (number % 7), 30 + 17 * (number % 5)) for number in range(6)]
     engine = replace(BARE, scheduler=policy, preemption=preemption)
     scheduler = SchedulerLimits(chunk=64, decode_batch=8)  # some are computed again in two pieces
@@ -354,7 +354,7 @@ def test_a_polling_scheduler_sees_a_write_when_its_forward_ends():
 
 
 @pytest.mark.parametrize(("reserved", "waits"), [(48, True), (0, False)])
-def test_reserved_tokens_keep_requests_out(reserved: int, waits: bool):
+def test_reserved_tokens_keep_requests_out(reserved, waits):
     # 3 pages each and 8 in all; with 3 more pages kept for each request the second waits for the first
     one, two = run(replace(BARE, reserved_tokens=reserved), [Request(0.0, 48, 4)] * 2, kv=pool(8)).rows
     assert (two["reserved"] >= one["finished"]) == waits
@@ -365,20 +365,19 @@ FIRST_TOKEN = {  # ms from prefill's answer to decode's first token, medians of 
     "vllm": dict(zip(SIZES, [15.9, 16.0, 15.3, 17.0, 18.8, 24.4, 29.9, 40.8, 64.1], strict=True)),
     "sglang": dict(zip(SIZES[-4:], [0.9, 1.6, 1.8, 3.4], strict=True)),
 }
-SETTINGS = {
-    "vllm": ("backend=nixl_vllm", "compute=h200_fa3"),
-    "sglang": ("backend=mooncake_nvlink", "compute=h200_triton"),
-}
+OWN = {"vllm": ("nixl_vllm", "h200_fa3"), "sglang": ("mooncake_nvlink", "h200_triton")}
 TIMES = [(name, tokens, time) for name, times in FIRST_TOKEN.items() for tokens, time in times.items()]
 
 
 @pytest.mark.parametrize(("name", "tokens", "expected"), TIMES)
-def test_single_requests_are_met_within_15_percent(name: str, tokens: int, expected: float):
+def test_single_requests_are_met_within_15_percent(name, tokens, expected):
     """In sample: host costs of both engines, and the rate of nixl_vllm, were fitted to these (vLLM's: data/live).
 
     SGLang answers when prefill has seen that all is written; so its time is taken from there.
     """
-    config = composed(f"engine={name}", "hw=2xh200", "model=qwen3-8b", *SETTINGS[name])
+    backend, compute = OWN[name]
+    own = (f"engine={name}", f"backend={backend}", f"compute={compute}")
+    config = composed("hw=2xh200", "model=qwen3-8b", *own)
     config = replace(config, engine=replace(config.engine, variation=0.0))
     ranks = specs(config, job(config, ServeOptions()), [Request(0.5, tokens, 16)])
     (row,) = Model(config.hw, config.backend).run(ranks).ranks["router"].value["rows"]

@@ -37,15 +37,15 @@ def events(count: int, tp: int, chunks: int, decode_tp: int = 0, **policy: str) 
 # without chunks: an arrival, two submissions, a destination, two steps and more of the schedulers, three reports;
 # on each rank more a report of either side; metadata and each chunk, on each rank: its end; a chunk: the forward
 @pytest.mark.parametrize(
-    ("tp", "chunks", "expected"), [(1, 1, 14), (1, 2, 16), (1, 4, 20), (4, 1, 32), (4, 2, 43), (4, 4, 65)]
+    ("tp", "chunks", "count"), [(1, 1, 14), (1, 2, 16), (1, 4, 20), (4, 1, 32), (4, 2, 43), (4, 4, 65)]
 )
-def test_a_request_costs_so_many_events_and_no_more(tp: int, chunks: int, expected: int):
-    assert (events(30, tp, chunks) - events(10, tp, chunks)) / 20 == expected
+def test_a_request_costs_so_many_events_and_no_more(tp, chunks, count):
+    assert (events(30, tp, chunks) - events(10, tp, chunks)) / 20 == count
 
 
 # the planes of a chunk, one after the other, are one object at each writer: two events, where it begins and ends
 @pytest.mark.parametrize(("tp", "decode_tp", "expected"), [(4, 2, 47), (2, 4, 49)])
-def test_slices_plane_by_plane_cost_so_many_events_and_no_more(tp: int, decode_tp: int, expected: int):
+def test_slices_plane_by_plane_cost_so_many_events_and_no_more(tp, decode_tp, expected):
     assert (
         events(30, tp, 2, decode_tp, slices="plane") - events(10, tp, 2, decode_tp, slices="plane")
     ) / 20 == expected

@@ -11,7 +11,7 @@ from pdsim.compute.roofline import Exchange, weight_bytes
 from pdsim.config.compose import compose
 from pdsim.core.clock import Clock
 from pdsim.core.errors import ConfigError
-from pdsim.hardware.machine import Nic
+from pdsim.hardware.machine import Interconnect, Nic
 from pdsim.models.llm import Side
 from pdsim.serving.settings import Cache, Kv, SchedulerLimits, Workload
 from pdsim.sim.network import Network
@@ -27,15 +27,8 @@ PLAIN = Compute(flops_share=0.5, memory_share=0.5, overhead=0.0, exchange_latenc
 WIDE = [f"parallel.{side}.{key}=128" for side in ("prefill", "decode") for key in ("tp", "dp", "ep")]
 DEEPSEEK = compose(["hw=2x8xh800", "hw.nic.rate=43.5GB/s", "model=deepseek-v3", "hw.nodes=64", "kv.pool=1GB", *WIDE])
 
-MEASURED = {
-    16: (118e-6, 195e-6),
-    32: (155e-6, 273e-6),
-    64: (173e-6, 314e-6),
-    128: (192e-6, 369e-6),
-    256: (194e-6, 360e-6),
-}
-"""Seconds of a dispatch and of a combine of 128 tokens a rank, by ranks: DeepEP, docs/legacy.md (H800, CX-7
-400G)."""
+MEASURED = {16: (118, 195), 32: (155, 273), 64: (173, 314), 128: (192, 369), 256: (194, 360)}
+"""Microseconds of dispatch and combine of 128 tokens a rank, by ranks: DeepEP, docs/legacy.md (H800, CX-7 400G)."""
 
 
 def test_tokens_go_to_each_expert_or_once_to_a_node():
@@ -63,11 +56,11 @@ def test_a_limit_of_groups_keeps_tokens_on_few_nodes():
 
 
 @pytest.mark.parametrize("ranks", MEASURED)
-def test_direct_exchanges_take_as_long_as_measured(ranks: int):
+def test_direct_exchanges_take_as_long_as_measured(ranks):
     """`Compute.exchange_latency` is the median of what 16 to 64 ranks leave: in-sample; 128 and 256 are held out."""
     model, layers = DEEPSEEK.model, 58
     found = exchange(model, DEEPSEEK.hw, DEEPSEEK.compute, ranks, ranks, direct=True).seconds(128) / layers
-    assert found == pytest.approx(sum(MEASURED[ranks]), rel=0.07)
+    assert found == pytest.approx(sum(MEASURED[ranks]) * 1e-6, rel=0.07)
 
 
 def test_experts_are_divided_among_all_ranks():
@@ -85,9 +78,6 @@ def test_a_forward_waits_for_its_tokens_or_hides_them():
     tokens = 4000
     travelling = apart.exchange.seconds(tokens)
     computing = apart.prefill([(0, tokens)]) - travelling
-    assert computing == pytest.approx(
-        forward_time(MOE, NODES, PLAIN, Side(tp=20, dp=20)).prefill([(0, tokens)]), rel=1
-    )
     assert hidden.prefill([(0, tokens)]) == max(computing, travelling) == pytest.approx(travelling)
     # each half of a batch reads the weights: those of the group, and the experts that half of all tokens hit
     read = 2 * (apart.weight_bytes - apart.expert_bytes * 0.9 ** (2 * 20)) / apart.weight_rate
@@ -168,15 +158,10 @@ def test_experts_on_other_nodes_put_tokens_on_the_links():
         (MODEL, NODES, 20, "parallel.decode.ep=20 spreads experts, and model=m has none"),
         (MOE, NODES, 200, "parallel.decode.ep=200 is more than the 100 experts"),
         (MOE, MACHINE, 16, "parallel.decode.ep=16 needs 2 nodes, and hw=round numbers has no cards"),
-        (
-            MOE,
-            replace(MACHINE, interconnect=replace(MACHINE.interconnect, kind="mesh")),
-            8,
-            "interconnect.kind=mesh",
-        ),
+        (MOE, replace(MACHINE, interconnect=Interconnect(kind="mesh", rate=1e11)), 8, "interconnect.kind=mesh"),
     ],
 )
-def test_experts_that_cannot_be_reached_are_refused(model: Any, machine: Any, ranks: int, reason: str):
+def test_experts_that_cannot_be_reached_are_refused(model, machine, ranks, reason):
     with pytest.raises(ConfigError, match=reason):
         exchange(model, machine, PLAIN, ranks, ranks, direct=True)
 

@@ -109,9 +109,8 @@ def test_what_a_card_held_is_lost_or_goes_on_over_others(failover):
 
 
 def failing(failures: Failures, **options: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    config = configured(
-        TWO, TWO, options={"deadline": 0.3, "client_wait": 0.05} | options, workload=CALM, failures=failures
-    )
+    options = {"deadline": 0.3, "client_wait": 0.05} | options
+    config = configured(TWO, TWO, options=options, workload=CALM, failures=failures)
     served = serve(config)
     assert served.failures == []
     return values(served), rows(served)

@@ -44,7 +44,7 @@ def moved(record: TransferRecord) -> tuple[tuple[str, str, int], tuple[float, ..
     ],
     ids=["alone", "burst", "slices", "crossing", "aborts"],
 )
-def test_forwards_told_at_once_change_no_times(words: str):
+def test_forwards_told_at_once_change_no_times(words):
     at_once, one_by_one = both(*words.split())
     assert at_once.outcome is not None
     assert one_by_one.outcome is not None

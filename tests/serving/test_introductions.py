@@ -22,10 +22,8 @@ from tests.serving.test_pull import PULL
 from tests.support.serving import Served, configured
 
 KV = configured().kv
-STAGED = {
-    "kv": replace(KV, staging=True, staging_ring=1 << 20, staging_buffer=1 << 20),
-    "policy": Policy(queues=2, staging=True),
-}
+STAGING = replace(KV, staging=True, staging_ring=1 << 20, staging_buffer=1 << 20)
+STAGED = {"kv": STAGING, "policy": Policy(queues=2, staging=True)}
 ONE, LATE = Request(0.0, 100, 4), 0.3
 SIDES = {"prefill": Side(tp=2), "decode": Side(tp=1)}
 
@@ -53,9 +51,7 @@ def begun(outcome: Served) -> list[float]:
     [{}, STAGED, {"kv": replace(KV, layerwise=True)}, {"engine": PULL}],
     ids=["push", "staged", "layerwise", "pull"],
 )
-def test_what_moves_waits_until_all_ranks_of_the_other_side_are_connected(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
-):
+def test_what_moves_waits_until_all_ranks_of_the_other_side_are_connected(monkeypatch, changes):
     delay(monkeypatch, RegisterPool, "")
     outcome = serve([ONE, Request(0.01, 100, 4)], **SIDES, **changes)
     assert outcome.statuses == ["ok", "ok"]  # contents compared
@@ -64,9 +60,7 @@ def test_what_moves_waits_until_all_ranks_of_the_other_side_are_connected(
 
 
 @pytest.mark.parametrize("changes", [{}, STAGED, {"engine": PULL}], ids=["push", "staged", "pull"])
-def test_a_room_that_is_given_up_while_it_waits_moves_nothing(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
-):
+def test_a_room_that_is_given_up_while_it_waits_moves_nothing(monkeypatch, changes):
     delay(monkeypatch, RegisterPool, "")
     outcome = serve([ONE, Request(0.5, 100, 4)], **SIDES, **changes, leaves=[[0, 0.2]])
     assert [status.partition(":")[0] for status in outcome.statuses] == ["Aborted", "ok"]
@@ -76,9 +70,7 @@ def test_a_room_that_is_given_up_while_it_waits_moves_nothing(
 
 @pytest.mark.parametrize("changes", [{}, {"engine": PULL}], ids=["push", "pull"])
 @pytest.mark.parametrize("receiver", ["prefill0.1", "decode0.1"])  # leaders hear it before their first request
-def test_what_overtakes_the_introduction_is_kept(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], receiver: str
-):
+def test_what_overtakes_the_introduction_is_kept(monkeypatch, changes, receiver):
     delay(monkeypatch, ConnectPeer, receiver)
     outcome = serve([ONE], prefill=Side(tp=2), decode=Side(tp=2), **changes)
     assert outcome.statuses == ["ok"]
@@ -87,9 +79,7 @@ def test_what_overtakes_the_introduction_is_kept(
 
 
 @pytest.mark.parametrize(("side", "changes"), [("prefill", {}), ("decode", {"engine": PULL})])
-def test_an_introduction_of_an_earlier_process_is_ignored(
-    monkeypatch: pytest.MonkeyPatch, side: str, changes: dict[str, Any]
-):
+def test_an_introduction_of_an_earlier_process_is_ignored(monkeypatch, side, changes):
     send: Callable[..., None] = RankProcess.send
 
     def again(self: RankProcess, receivers: Any, message: Any) -> None:
@@ -102,7 +92,7 @@ def test_an_introduction_of_an_earlier_process_is_ignored(
     assert serve([ONE, ONE], **SIDES, **changes).statuses == ["ok", "ok"]
 
 
-def test_a_question_of_a_dead_writer_gets_no_slot(monkeypatch: pytest.MonkeyPatch):
+def test_a_question_of_a_dead_writer_gets_no_slot(monkeypatch):
     """It arrives after the proof that the writer is dead, and before the leader forgets its room."""
     late: list[tuple[Any, ...]] = []
     ask, sever = PushDecode._ask, KvReceiver.sever
@@ -120,7 +110,7 @@ def test_a_question_of_a_dead_writer_gets_no_slot(monkeypatch: pytest.MonkeyPatc
     assert (report["staging_held"], report["open_rooms"], report["ignored"]) == (0, 0, 2)  # one of each writer
 
 
-def test_a_rank_that_connects_after_the_proof_writes_nothing(monkeypatch: pytest.MonkeyPatch):
+def test_a_rank_that_connects_after_the_proof_writes_nothing(monkeypatch):
     """It stands still before it is connected, is given up, and goes on when its pages are another room's."""
     for kind in (RegisterPool, Gone, Gone, Gone):
         delay(monkeypatch, kind, "prefill0.1")
@@ -133,7 +123,7 @@ def test_a_rank_that_connects_after_the_proof_writes_nothing(monkeypatch: pytest
     assert outcome.at_rest("prefill1.0", "decode0.0")
 
 
-def test_pairs_that_no_room_joins_are_not_introduced(monkeypatch: pytest.MonkeyPatch):
+def test_pairs_that_no_room_joins_are_not_introduced(monkeypatch):
     sent: list[tuple[str, str]] = []
     send: Callable[..., None] = RankProcess.send
 

@@ -36,7 +36,7 @@ KERNELS = Kernels(
 def whole(**changes: object) -> OperatorForward:
     """A forward of `DENSE` with 256 bytes of keys and values a token."""
     given = {"model": DENSE, "kernels": KERNELS, "peaks": PEAKS, "kv_bytes": 256.0} | changes
-    return OperatorForward(**given)  # type: ignore[arg-type]
+    return OperatorForward(**given)
 
 
 def test_a_step_is_the_sum_of_its_operators():
@@ -198,15 +198,8 @@ def test_a_fit_finds_the_kernels_that_rows_were_made_with():
 def test_a_fit_finds_the_tiles_that_rows_were_made_with():
     peaks = replace(PEAKS, processors=132)
     given = Roof(launch=6e-6, merge=9e-6, flops_share=0.9, blend=3.0, tile=128, walk=4e-11)
-    sizes = {
-        "operator": "prefill",
-        "head_dim": 128,
-        "value_dim": 128,
-        "kv_heads": 1,
-        "seconds": 1,
-        "low": 1,
-        "high": 1,
-    }
+    sizes = {"operator": "prefill", "head_dim": 128, "value_dim": 128}
+    sizes |= dict.fromkeys(("kv_heads", "seconds", "low", "high"), 1)
     texts = [
         {key: str(value) for key, value in (sizes | {"heads": heads, "tokens": tokens, "context": context}).items()}
         for heads, tokens in ((8, 128), (8, 1024), (32, 2048), (32, 8192))
@@ -243,14 +236,7 @@ def test_a_shape_that_was_measured_is_corrected():
 
 def test_published_tables_are_rows(tmp_path):
     gemm = {"gemm_dtype": "bfloat16", "m": 16, "n": 512, "k": 1024, "latency": 2.0}
-    moe = {
-        "moe_dtype": "fp8_block",
-        "num_tokens": 4,
-        "topk": 2,
-        "num_experts": 64,
-        "inter_size": 512,
-        "latency": 1.0,
-    }
+    moe = {"moe_dtype": "fp8_block", "num_tokens": 4, "topk": 2, "num_experts": 64, "inter_size": 512}
     moe |= {"moe_tp_size": 8, "moe_ep_size": 1, "hidden_size": 64, "distribution": "balanced", "latency": 1.0}
     for name, rows in (("gemm", [gemm, gemm]), ("moe", [moe])):
         path = tmp_path / name / "vllm" / "1.0" / f"{name}_perf.parquet"
@@ -284,14 +270,8 @@ def test_another_day_is_foreseen():
         if row["model"] == "again":
             continue
         apart.setdefault(row["model"], []).append(abs(timed(kernels, row, gpu) / row["seconds"] - 1))
-    most = {
-        "step": 0.04,
-        "split": 0.06,
-        "decode": 0.05,
-        "prefill": 0.05,
-        "gemm": 0.07,
-        "experts": 0.08,
-        "norm": 0.11,
+    most = {"step": 0.04, "split": 0.06, "decode": 0.05, "prefill": 0.05, "gemm": 0.07, "experts": 0.08} | {
+        "norm": 0.11
     }
     assert {part: float(np.median(apart[part])) < bound for part, bound in most.items()} == dict.fromkeys(most, True)
 

@@ -19,7 +19,7 @@ from pdsim.serving.load import OfferedLoad, offered_load, prefill_iterations, sc
 from pdsim.serving.settings import Kv, SchedulerLimits, Workload
 from pdsim.serving.workload import Request, draw, grid, load
 from tests.support.configs import EIGHT
-from tests.support.serving import ONE, configured, rows, serve, values
+from tests.support.serving import configured, rows, serve, values
 
 ALONE = SchedulerLimits(chunk=8192, prefill_batch=1, decode_batch=8)
 """A prefill engine that serves one request at a time: a queue with one server, first come, first served."""
@@ -34,12 +34,9 @@ def queue(count: int, rate: float, *, cv: float = 0.0, **changes: Any) -> Config
     Control messages take the same time however many bytes they have.
     """
     hw = replace(EIGHT, host=replace(EIGHT.host, tcp_rate=1e18))
-    workload = Workload(
-        arrivals="poisson", count=count, rate=rate, input_mean=256, input_cv=cv, output_mean=1, output_cv=0
-    )
-    return configured(
-        ONE, ONE, workload=workload, scheduler=ALONE, compute=PAPER, kv=Kv(page_size=16), hw=hw, **changes
-    )
+    lengths = {"input_mean": 256, "input_cv": cv, "output_mean": 1, "output_cv": 0}
+    workload = Workload(arrivals="poisson", count=count, rate=rate, **lengths)
+    return configured(workload=workload, scheduler=ALONE, compute=PAPER, kv=Kv(page_size=16), hw=hw, **changes)
 
 
 def service(config: Config, requests: list[Request]) -> np.ndarray:
@@ -66,7 +63,7 @@ def lindley(arrivals: list[float], services: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("cv", [0.0, 1.0])
-def test_each_request_waits_as_lindleys_recursion_says(cv: float):
+def test_each_request_waits_as_lindleys_recursion_says(cv):
     config = queue(400, 60.0, cv=cv)
     requests = load(config.workload, config.seed, config.model.context)
     expected = lindley([request.arrival for request in requests], service(config, requests))
@@ -115,7 +112,7 @@ def test_an_engine_offered_more_than_it_can_do_ends_when_the_closed_form_says():
 
 
 @pytest.mark.parametrize(("target", "word"), [(0.7, ""), (0.95, "near capacity"), (1.17, "overloaded")])
-def test_loads_from_nine_tenths_on_are_warned_of(target: float, word: str):
+def test_loads_from_nine_tenths_on_are_warned_of(target, word):
     config = configured()
     result = serve(replace(config, workload=replace(config.workload, load=target)))
     said = values(result)
@@ -160,7 +157,7 @@ def gridded(folder: Path, count: int = 60, at_once: int = 5) -> Workload:
     return Workload(trace=str(path), jitter="auto")
 
 
-def test_arrivals_on_a_grid_are_spread_within_it_in_their_order(tmp_path: Path):
+def test_arrivals_on_a_grid_are_spread_within_it_in_their_order(tmp_path):
     workload = gridded(tmp_path)
     generated = draw(workload, 0, 4096)
     assert [request.input for request in generated.requests] == list(range(1, 61))
@@ -173,7 +170,7 @@ def test_arrivals_on_a_grid_are_spread_within_it_in_their_order(tmp_path: Path):
     assert draw(replace(workload, jitter="none"), 0, 4096).requests[4].arrival == 0
 
 
-def test_arrivals_on_a_grid_are_noticed_with_the_remedy(tmp_path: Path):
+def test_arrivals_on_a_grid_are_noticed_with_the_remedy(tmp_path):
     (note,) = draw(replace(gridded(tmp_path), jitter="none"), 0, 4096).notes
     assert note.startswith("warning: arrivals lie on a grid of 3 s, 5.0 at a time")
     assert note.endswith("workload.jitter=auto spreads them")
@@ -187,7 +184,7 @@ def test_arrivals_off_any_grid_stay_and_that_is_said():
     assert grid([0.0, 0.0, 0.7, 0.7, 2.1, 2.9, 2.9]) == 0.0
 
 
-def test_skip_and_seconds_choose_a_part_before_the_speed(tmp_path: Path):
+def test_skip_and_seconds_choose_a_part_before_the_speed(tmp_path):
     whole = replace(gridded(tmp_path), jitter="none")
     requests = load(replace(whole, skip=3.0, seconds=6.0, speed=2.0), 0, 4096)
     assert [request.input for request in requests] == list(range(6, 16))
@@ -202,9 +199,7 @@ def test_generated_arrivals_end_with_the_seconds():
     more = load(replace(endless, count=1000), 0, 4096)
     assert [request.arrival for request in requests] == [request.arrival for request in more if request.arrival < 10]
     later = load(replace(endless, skip=4.0, seconds=6.0), 0, 4096)
-    assert [request.arrival + 4 for request in later] == pytest.approx(
-        [r.arrival for r in requests if r.arrival >= 4]
-    )
+    assert [one.arrival + 4 for one in later] == pytest.approx([r.arrival for r in requests if r.arrival >= 4])
 
 
 def test_warmup_and_cooldown_leave_the_latencies_of_the_middle():

@@ -23,9 +23,7 @@ WHOLE = replace(LAYERS, layerwise=False)
 QUEUE = Policy(queues=1)
 
 
-def several(
-    requests: list[Request], kv: Kv = WHOLE, policy: Policy = QUEUE, chunk: int = 8192, **changes: Any
-) -> tuple[list[dict[str, Any]], Outcome]:
+def several(requests, kv=WHOLE, policy=QUEUE, chunk=8192, **changes):
     settings = {"hw": QUIET, "kv": kv, "policy": policy, "scheduler": SchedulerLimits(chunk=chunk), "model": DEEP}
     served = simulate(requests, **(settings | changes))
     assert set(served.statuses) == {"ok"}
@@ -38,7 +36,7 @@ def run(tokens: int, kv: Kv, *others: Any, **changes: Any) -> tuple[dict[str, An
 
 
 @pytest.mark.parametrize("call", [1e-6, 5e-4], ids=["computing takes longer", "writing takes longer"])
-def test_planes_are_written_when_computed_and_the_one_before_is_written(call: float):
+def test_planes_are_written_when_computed_and_the_one_before_is_written(call):
     """With T of computing, L layers and w a plane, the last is there at the most of T (l + 1) / L + 2 (L - l) w."""
     backend = replace(ENGINE, intra=replace(ENGINE.intra, call=call))
     row, outcome = run(512, LAYERS, backend=backend)
@@ -60,7 +58,7 @@ def test_planes_are_written_when_computed_and_the_one_before_is_written(call: fl
 @pytest.mark.parametrize("model", [DEEP, MLA], ids=["gqa", "mla"])
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (2, 2)])
 @pytest.mark.parametrize("policy", [QUEUE, Policy(), Policy(queues=2, call="plane", notify="message")])
-def test_every_byte_arrives_by_layers(model: Any, prefill: int, decode: int, policy: Policy):
+def test_every_byte_arrives_by_layers(model, prefill, decode, policy):
     kv = replace(LAYERS, pool=1 << 20, page_size=16)
     for cp in (1, 2):
         sides = {"prefill": Side(tp=prefill, cp=cp), "decode": Side(tp=decode)}
@@ -74,7 +72,7 @@ def test_what_cannot_go_by_layers_is_refused():
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
-def test_cached_pages_are_sent_when_the_rest_begins(layerwise: bool):
+def test_cached_pages_are_sent_when_the_rest_begins(layerwise):
     prompts = [(0.0, 4096, 2, list(range(8))), (5.0, 4600, 2, list(range(9)))]
     kv = Kv(page_size=64, pool=1 << 24, layerwise=layerwise)
     found = {}
@@ -94,7 +92,7 @@ def test_cached_pages_are_sent_when_the_rest_begins(layerwise: bool):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_step_chosen_ahead_holds_what_waited_before(ahead: bool):
+def test_a_step_chosen_ahead_holds_what_waited_before(ahead):
     """A prompt that comes while a long one runs joins the rest of that one, or comes a step later."""
     alone = run(12_000, WHOLE)[0]["prefilled"]
     requests = [Request(0.0, 12_000, 2), Request(alone / 4, 64, 2)]
@@ -104,7 +102,7 @@ def test_a_step_chosen_ahead_holds_what_waited_before(ahead: bool):
 
 
 @pytest.mark.parametrize(("came", "late"), [(0.01, 0.0), (0.03, 0.02)], ids=["during the launch", "after it"])
-def test_a_prompt_is_launched_behind_a_forward_if_it_waits(came: float, late: float):
+def test_a_prompt_is_launched_behind_a_forward_if_it_waits(came, late):
     """Launches take 20 ms and forwards next to nothing: two follow one another, or the second begins anew."""
     engine = ServingEngine(ahead=True, overlap=True, prefill=HostCosts(launch=0.02 / DEEP.layers))
     requests = [Request(0.0, 64, 2), Request(came, 64, 2)]

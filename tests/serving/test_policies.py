@@ -25,6 +25,8 @@ from pdsim.serving.settings import Cache, ServingEngine
 from pdsim.serving.workload import Request
 from tests.support.serving import EIGHT, GENERATED, configured, serve, simulate, values
 
+TWO = Side(tp=1, instances=2)
+
 
 @pytest.mark.parametrize("find", [scheduler_of, handoff_of])
 def test_a_name_that_no_package_provides_is_refused_with_those_there_are(find):
@@ -39,7 +41,7 @@ class Greedy(FirstCome):
         return 0, budget + 1
 
 
-def test_a_policy_that_exceeds_the_step_ends_the_rank_by_name(monkeypatch: pytest.MonkeyPatch):
+def test_a_policy_that_exceeds_the_step_ends_the_rank_by_name(monkeypatch):
     monkeypatch.setattr(rank_process, "scheduler_of", lambda engine: Greedy())
     ranks = simulate([Request(0.0, 600, 2)], options={"deadline": 0.5}, limit=5.0).outcome.ranks
     words = "engine.scheduler=fcfs gave 257 tokens of room 1, which has 600 left in a step of 256"
@@ -84,7 +86,7 @@ def test_random_takes_each_as_often():
     assert all(abs(counts[name] - 2000) < 150 for name in "abc")
 
 
-def paired(prefill: dict[str, int], decode: dict[str, int], blocks: tuple[int, ...] = (), **known: Any) -> PairQuery:
+def paired(prefill, decode, blocks=(), **known):
     # a token takes 1 ms at prefill, and its KV 1 ms on the way between neighbours, 3 between others
     rates = {"p0": {"d0": 1e6, "d1": 1e6 / 3}, "p1": {"d0": 1e6 / 3, "d1": 1e6}}
     ask = RoutingQuery(list(prefill), prefill, 1024, blocks)
@@ -102,15 +104,11 @@ def paired(prefill: dict[str, int], decode: dict[str, int], blocks: tuple[int, .
         ((2047, 0), (0, 0), (0, 2049), ("p0", "d0")),  # queue and way are alike in seconds
     ],
 )
-def test_both_sides_are_chosen_by_queue_and_way(
-    prefill: tuple[int, int], decode: tuple[int, int], under_way: tuple[int, int], pair: tuple[str, str]
-):
+def test_both_sides_are_chosen_by_queue_and_way(prefill, decode, under_way, pair):
     policy: Any = router_policy("first_token")
-    known = {"under_way": dict(zip(("d0", "d1"), under_way, strict=True))}
-    ask = paired(
-        dict(zip(("p0", "p1"), prefill, strict=True)), dict(zip(("d0", "d1"), decode, strict=True)), **known
-    )
-    assert policy.pair(ask) == pair
+    sides = ("p0", "p1", prefill), ("d0", "d1", decode), ("d0", "d1", under_way)
+    first, second, way = ({one: load[0], other: load[1]} for one, other, load in sides)
+    assert policy.pair(paired(first, second, under_way=way)) == pair
 
 
 def test_what_prefill_has_cached_needs_no_queue():
@@ -140,8 +138,8 @@ def test_replicas_exchange_what_they_know_in_time():
 
 def test_sides_have_policies_of_their_own():
     def chosen(**options: Any) -> tuple[list[str], list[str]]:
-        both = {"prefill": Side(tp=1, instances=2), "decode": Side(tp=1, instances=2)}
-        rows = simulate([Request(0.0, tokens, 4) for tokens in (900, 100, 100)], options=options, **both).rows
+        three = [Request(0.0, tokens, 4) for tokens in (900, 100, 100)]
+        rows = simulate(three, options=options, prefill=TWO, decode=TWO).rows
         return [row["prefill"] for row in rows], [row["decode"] for row in rows]
 
     assert chosen(decode_router="round_robin") == (
@@ -150,9 +148,7 @@ def test_sides_have_policies_of_their_own():
     )
     assert chosen() == (["prefill0", "prefill1", "prefill1"], ["decode0", "decode1", "decode1"])
     workload = replace(GENERATED, count=20)
-    config = configured(
-        Side(tp=1, instances=2), Side(tp=1, instances=2), workload=workload, options={"router": "first_token"}
-    )
+    config = configured(TWO, TWO, workload=workload, options={"router": "first_token"})
     assert values(serve(config))["requests_ok"] == 20
 
 
@@ -172,8 +168,7 @@ def test_instances_of_one_node_are_nearer():
     assert set(rates) == {"prefill0", "prefill1"}
     assert set(rates["prefill0"].values()) == {EIGHT.host.tcp_rate}  # decode has the second node; there are no cards
     packed = configured(Side(tp=1), Side(tp=1), options={"router": "transfer_aware"})
-    assert job(packed, ServeOptions(router="transfer_aware")).rates == {
-        "prefill0": {"decode0": EIGHT.interconnect.rate}
-    }
+    packed_rates = job(packed, ServeOptions(router="transfer_aware")).rates
+    assert packed_rates == {"prefill0": {"decode0": EIGHT.interconnect.rate}}
     near = configured(Side(tp=1), Side(tp=1, instances=3), options={"router": "transfer_aware"})
     assert values(serve(near))["requests_ok"] == 40

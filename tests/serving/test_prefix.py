@@ -26,7 +26,7 @@ def serve(held: int, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Served:
 
 
 @pytest.mark.parametrize("held", [0, 1, 2, 3, 6])  # of 7; two are a chunk
-def test_bytes_are_those_of_the_pages_that_are_not_there(held: int, monkeypatch: pytest.MonkeyPatch):
+def test_bytes_are_those_of_the_pages_that_are_not_there(held, monkeypatch):
     (row,) = serve(held, monkeypatch).rows
     assert row["status"] == "ok"  # contents verified
     # as the reference has it: ceil((input - prefix) / page) pages are sent
@@ -43,15 +43,13 @@ CASES = [
 
 
 @pytest.mark.parametrize(("changes", "held", "row"), CASES)
-def test_ranks_write_the_rest_to_where_it_belongs(
-    changes: Any, held: int, row: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_ranks_write_the_rest_to_where_it_belongs(changes, held, row, monkeypatch):
     ((whole,), (rest,)) = (serve(pages, monkeypatch, **changes).rows for pages in (0, held))
     assert whole["status"] == rest["status"] == "ok"
     assert whole["nbytes"] - rest["nbytes"] == held * PAGE * row
 
 
-def test_context_parallel_ranks_share_the_positions_of_the_rest(monkeypatch: pytest.MonkeyPatch):
+def test_context_parallel_ranks_share_the_positions_of_the_rest(monkeypatch):
     kv = replace(POOL, all_cp_ranks=True)
     _, outcome, (row,) = serve(3, monkeypatch, prefill=Side(tp=1, cp=2), kv=kv)
     assert row["status"] == "ok"
@@ -60,5 +58,5 @@ def test_context_parallel_ranks_share_the_positions_of_the_rest(monkeypatch: pyt
     assert written == [2 * PAGE * ROW + AUX_BYTES, 2 * PAGE * ROW]
 
 
-def test_a_decode_side_that_holds_all_of_a_request_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_a_decode_side_that_holds_all_of_a_request_is_refused(monkeypatch):
     assert serve(7, monkeypatch).statuses == ["MessageError: 7 pages held of 100 tokens; hold less than all"]

@@ -23,11 +23,8 @@ def handover(*words: str) -> tuple[float, float]:
 
 @pytest.mark.slow
 def test_larger_blocks_and_a_seeded_token_shorten_the_handover():
-    small, large, seeded = (
-        handover("kv.page_size=16"),
-        handover("kv.page_size=64"),
-        handover("kv.page_size=64", "engine.recompute=0"),
-    )
+    pages = ("kv.page_size=16",), ("kv.page_size=64",), ("kv.page_size=64", "engine.recompute=0")
+    small, large, seeded = (handover(*words) for words in pages)
     assert small == pytest.approx((291, 114), abs=0.5)  # published: 263, 105
     assert large == pytest.approx((209, 39), abs=0.5)  # published: 197, 47
     assert large[0] - seeded[0] == pytest.approx(126, abs=0.5)  # published: 58

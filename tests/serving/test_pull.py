@@ -1,6 +1,6 @@
 """The pulled handoff: contents, leases, and readers and sources that end, on the model in exact times."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +8,7 @@ import pytest
 
 from experiments.faults.scenario import attempt, draw
 from pdsim.kv.messages import Abort, Renew, TransferDone
-from pdsim.models.llm import Hybrid, Llm, Side
+from pdsim.models.llm import Hybrid, Side
 from pdsim.serving.rank_process import EngineRank
 from pdsim.serving.settings import HostCosts, ServingEngine
 from pdsim.serving.workload import Request
@@ -31,7 +31,7 @@ SIDES = [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4)]
 
 @pytest.mark.parametrize("order", ["tokens", "heads", "packed"])
 @pytest.mark.parametrize(("prefill", "decode"), SIDES, ids=[f"{one}to{other}" for one, other in SIDES])
-def test_every_byte_arrives_between_ranks_of_any_number(prefill: int, decode: int, order: str):
+def test_every_byte_arrives_between_ranks_of_any_number(prefill, decode, order):
     requests = [Request(0.01 * number, 60 + 7 * number, 5) for number in range(12)]
     engine = replace(PULL, packed=True) if order == "packed" else replace(PULL, page_order=order)
     outcome = serve(requests, prefill=Side(tp=prefill), decode=Side(tp=decode), engine=engine)
@@ -43,7 +43,7 @@ def test_every_byte_arrives_between_ranks_of_any_number(prefill: int, decode: in
 @pytest.mark.parametrize("order", ["best_fit", "queue", "stack"])
 @pytest.mark.parametrize("handoff", ["pull", "push"])
 @pytest.mark.parametrize(("prefill", "decode"), [(16, 64), (64, 16)])
-def test_sides_with_pages_of_their_own_hand_all_over(prefill: int, decode: int, handoff: str, order: str):
+def test_sides_with_pages_of_their_own_hand_all_over(prefill, decode, handoff, order):
     requests = [Request(0.01 * number, 60 + 7 * number, 90) for number in range(12)]
     kv = replace(configured().kv, page_size=prefill, decode_page_size=decode, pool=3 << 17)
     engine = replace(PULL, handoff=handoff, pages=order, recompute=int(handoff == "pull"))
@@ -56,14 +56,14 @@ def test_sides_with_pages_of_their_own_hand_all_over(prefill: int, decode: int, 
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "descriptors"), [(16, 0, 63), (64, 0, 16), (16, 64, 63), (64, 16, 63), (64, 64, 16)]
+    ("prefill", "decode", "count"), [(16, 0, 63), (64, 0, 16), (16, 64, 63), (64, 16, 63), (64, 64, 16)]
 )
-def test_used_pages_take_a_descriptor_each_of_the_smaller(prefill: int, decode: int, descriptors: int):
+def test_used_pages_take_a_descriptor_each_of_the_smaller(prefill, decode, count):
     kv = replace(configured().kv, page_size=prefill, decode_page_size=decode, pool=1 << 20)
     requests = [Request(0.0, 1000, 4), Request(0.5, 1000, 4)]  # the pool, and its blocks again, last one first
     served = serve(requests, kv=kv, engine=replace(PULL, pages="queue"))
     counts = [read.descriptors for read in served.outcome.ranks["decode0.0"].transfers]
-    assert counts == [4, 4 * descriptors]  # of K and V in two layers
+    assert counts == [4, 4 * count]  # of K and V in two layers
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_used_pages_take_a_descriptor_each_of_the_smaller(prefill: int, decode: 
     [MLA, replace(MLA, hybrid=Hybrid(index_bytes=12)), replace(GQA, hybrid=Hybrid(pattern="aw", window=40))],
     ids=["mla", "sparse index", "window"],
 )
-def test_state_is_pulled_with_the_rest(model: Llm):
+def test_state_is_pulled_with_the_rest(model):
     assert serve([LONG], model=model).statuses == ["ok"]
 
 
@@ -100,7 +100,7 @@ def test_heartbeats_keep_a_lease_as_long_as_the_read_takes():
 
 
 @pytest.fixture
-def silent(monkeypatch: pytest.MonkeyPatch):
+def silent(monkeypatch):
     """Let no heartbeat through, and keep what else is sent."""
     send, sent = EngineRank.send, []
 
@@ -113,7 +113,7 @@ def silent(monkeypatch: pytest.MonkeyPatch):
     return sent
 
 
-def test_a_lease_that_ends_fails_the_request_and_quarantines_its_pages_until_the_read_is_over(silent: list[Any]):
+def test_a_lease_that_ends_fails_the_request_and_quarantines_its_pages_until_the_read_is_over(silent):
     crawl = replace(CRAWLING, interconnect=replace(CRAWLING.interconnect, rate=1e5))
     outcome = serve([LONG, Request(3.0, 20, 2)], hw=crawl)
     first, _ = outcome.statuses
@@ -126,9 +126,8 @@ def test_a_lease_that_ends_fails_the_request_and_quarantines_its_pages_until_the
 
 def test_pages_of_a_lost_reader_come_back_and_others_are_served():
     requests = [Request(0.0, 600, 4), Request(0.001, 600, 4)]
-    outcome = serve(
-        requests, {"decode0.0": 0.1}, hw=SLOW, decode=TWO, options={"router": "round_robin"}, engine=PATIENT
-    )
+    pair = {"decode": TWO, "options": {"router": "round_robin"}, "engine": PATIENT}
+    outcome = serve(requests, {"decode0.0": 0.1}, hw=SLOW, **pair)
     first, second = outcome.rows
     assert first["status"].startswith("PeerLost")
     assert second["status"] == "ok"
@@ -149,7 +148,7 @@ def test_a_lender_that_ends_fails_its_reads_once_that_is_noticed():
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 40, 10))
 @pytest.mark.parametrize("lease", [30.0, 0.03])
-def test_the_trial_of_faults_finds_nothing(first: int, lease: float):
+def test_the_trial_of_faults_finds_nothing(first, lease):
     engine = replace(PULL, lease=lease, heartbeat=lease / 3)
     for seed in range(first, first + 10):
         scenario = draw(seed, 30, 0.4, frozenset({"held"}))  # decode holds nothing that it would pull
@@ -160,7 +159,7 @@ def test_the_trial_of_faults_finds_nothing(first: int, lease: float):
 
 @pytest.mark.parametrize("leaves", [(), [(0, 0.13)]], ids=["stays", "leaves"])
 @pytest.mark.parametrize("end", [{}, {"prefill0.0": 0.15}], ids=["lives", "ends"])
-def test_what_prefill_has_not_noticed_yet_is_here_all_the_same(end: Mapping[str, float], leaves: list[Any]):
+def test_what_prefill_has_not_noticed_yet_is_here_all_the_same(end, leaves):
     engine = replace(PATIENT, noticed="prefill", prefill=HostCosts(launch=0.05))
     requests = [Request(0.0, 100, 4), Request(0.001, 100, 4)]  # read at 0.1 s, noticed at 0.2 s
     outcome = serve(requests, end, engine=engine, leaves=leaves)

@@ -78,15 +78,9 @@ def test_a_room_that_stays_unknown_is_given_up_at_the_first_answer_after_the_lim
     assert len(bench.lookup) == 0
 
 
-GROUPS = Side(tp=4, dp=4)
-
-
 def run(dp_rank: str, **changes: Any) -> Any:
-    return serve(
-        configured(
-            GROUPS, Side(tp=2, dp=2), GQA, options={"dp_rank": dp_rank}, kv=replace(POOL, pool=1 << 22), **changes
-        )
-    )
+    settings = {"options": {"dp_rank": dp_rank}, "kv": replace(POOL, pool=1 << 22), **changes}
+    return serve(configured(Side(tp=4, dp=4), Side(tp=2, dp=2), GQA, **settings))
 
 
 def test_requests_are_served_by_the_group_of_the_engines_choice():

@@ -15,9 +15,8 @@ from pdsim.serving.workload import load
 from tests.support.serving import LLM, QUIET, configured, rows, simulate, values
 from tests.support.serving import serve as run
 
-SESSIONS = Workload(
-    arrivals="sessions", count=24, users=3, turns=4, think=0.05, ramp=0.3, shared=600, input_mean=300, output_mean=12
-)
+LENGTHS = {"shared": 600, "input_mean": 300, "output_mean": 12}
+SESSIONS = Workload(arrivals="sessions", count=24, users=3, turns=4, think=0.05, ramp=0.3, **LENGTHS)
 MODEL = replace(LLM, context=1 << 17)
 
 
@@ -27,7 +26,7 @@ def serve(workload: Workload, options: dict[str, Any] | None = None, **changes: 
 
 
 @pytest.mark.parametrize("options", [{}, {"deployment": "colocated"}], ids=["disaggregated", "colocated"])
-def test_a_turn_comes_a_think_time_after_the_answer(options: dict[str, str]):
+def test_a_turn_comes_a_think_time_after_the_answer(options):
     result = serve(SESSIONS, options)
     requests, table = load(SESSIONS, 0, MODEL.context), rows(result)
     assert values(result)["requests_ok"] == 24

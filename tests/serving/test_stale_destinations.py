@@ -45,7 +45,7 @@ def writes(outcome: Served) -> int:
 
 
 @pytest.mark.parametrize("after", [0.0, 1.0], ids=["while it is written", "when it is over"])
-def test_a_room_that_has_its_destination_keeps_it(after: float, monkeypatch: pytest.MonkeyPatch):
+def test_a_room_that_has_its_destination_keeps_it(after, monkeypatch):
     plain = serve([FIRST, LATER])
     again(monkeypatch, after)
     outcome = serve([FIRST, LATER])
@@ -55,7 +55,7 @@ def test_a_room_that_has_its_destination_keeps_it(after: float, monkeypatch: pyt
     assert outcome.at_rest("prefill0.0", "decode0.0")
 
 
-def test_a_room_that_was_given_up_stays_so(monkeypatch: pytest.MonkeyPatch):
+def test_a_room_that_was_given_up_stays_so(monkeypatch):
     again(monkeypatch, after=1.0)
     outcome = serve([Request(0.0, 600, 4), LATER], leaves=[[0, 0.01]], hw=SLOW)
     assert [status.partition(":")[0] for status in outcome.statuses] == ["Aborted", "ok"]
@@ -77,7 +77,7 @@ def sending(rank: Rank, plain: Any, incarnation: str) -> Program:
 
 
 @pytest.mark.parametrize(("incarnation", "rooms"), [("decode0@7", 0), ("decode0@1", 1)])
-def test_an_arrival_for_an_earlier_incarnation_is_not_counted(incarnation: str, rooms: int):
+def test_an_arrival_for_an_earlier_incarnation_is_not_counted(incarnation, rooms):
     """No scenario of faults shows this: `BY_TEST` in tests/mutants/catalog.py says why."""
     config = configured(model=GQA)
     served = specs(config, job(config, ServeOptions()), [FIRST, LATER])

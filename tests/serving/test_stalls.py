@@ -10,12 +10,8 @@ from tests.support.serving import GQA, simulate
 DEADLINE = 0.6
 """Seconds; the stall limit is four thirds of it, and twice the 10 ms that the request can take."""
 
-ONE_LATER = {
-    "requests": [Request(1.0, 100, 4)],
-    "model": GQA,
-    "options": {"deadline": DEADLINE},
-    "memory": "tracked",
-}
+ONE = [Request(1.0, 100, 4)]
+ONE_LATER = {"requests": ONE, "model": GQA, "options": {"deadline": DEADLINE}, "memory": "tracked"}
 
 
 def test_a_forward_that_takes_longer_than_the_stall_limit_is_waited_for():
@@ -32,7 +28,7 @@ def test_the_loss_of_a_rank_that_was_silent_just_before_is_waited_for():
 
 
 @pytest.mark.parametrize("seed", [203167, 207181, 209800, 210084])
-def test_requests_of_ranks_that_are_slow_silent_and_lost_are_not_stalled(seed: int):
+def test_requests_of_ranks_that_are_slow_silent_and_lost_are_not_stalled(seed):
     tried = attempt(draw(seed, 50, 0.4))
     assert tried.violations == []
     assert "Stalled" not in tried.statuses

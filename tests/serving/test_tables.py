@@ -1,7 +1,6 @@
 """Compact tables: curves between measured sizes, files, what ships, and forwards by them."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -79,7 +78,7 @@ def test_beyond_its_limit_it_is_so_many_equal_calls():
         (Curve([1, 10, 100], [1.0, 2.0, 9.0], 10, "x"), 100, 20.0, "up to 10;"),  # a limit within the sizes
     ],
 )
-def test_what_does_not_split_is_extrapolated_with_a_warning(curve: Curve, size: int, seconds: float, words: str):
+def test_what_does_not_split_is_extrapolated_with_a_warning(curve, size, seconds, words):
     with pytest.warns(RangeWarning, match=words):
         assert curve(size) == pytest.approx(seconds)
 
@@ -90,7 +89,7 @@ def test_beyond_its_limit_it_is_the_part_given():
     assert (batch(10), batch(50)) == pytest.approx((40.0, 400.0))
 
 
-def test_a_file_gives_back_times_and_gaps(tmp_path: Path):
+def test_a_file_gives_back_times_and_gaps(tmp_path):
     one = table(moe=MOE)
     one.grids["prefill"].measured[0, 0, 1, -1] = False
     paths = [tmp_path / f"{name}{tables.SUFFIX}" for name in ("a", "b")]
@@ -116,7 +115,7 @@ def test_a_table_that_is_not_there_names_those_that_are():
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_a_shipped_table_says_its_source_and_never_falls(name: str):
+def test_a_shipped_table_says_its_source_and_never_falls(name):
     loaded = tables.read(name)
     assert loaded.about["licence"] == "Apache-2.0"
     assert loaded.about["source"].startswith("aiconfigurator-core 0.12.0, systems/data/")
@@ -160,7 +159,7 @@ def test_a_decode_step_is_a_line_in_the_context():
 
 @pytest.mark.parametrize("name", ["h100_vllm", "h200_sglang_table", "b200_vllm"])
 @pytest.mark.parametrize("batch", [160, 200, 256, 400])
-def test_batches_measured_at_short_contexts_read_as_fast_as_smaller_ones(name: str, batch: int):
+def test_batches_measured_at_short_contexts_read_as_fast_as_smaller_ones(name, batch):
     lookup = Lookup(tables.read(name), composed("model=qwen3-8b").model, 32, 8)
     (constant, slope), (_, usual) = lookup.decode(batch), lookup.decode(64)
     assert 0.7 * usual < slope < 1.15 * usual  # of a token: memory is busy
@@ -220,7 +219,7 @@ def test_an_operator_without_a_table_is_refused():
         lookup().allreduce(10, 2)
 
 
-def test_a_forward_by_a_table_is_the_sum_of_its_operators(monkeypatch: pytest.MonkeyPatch):
+def test_a_forward_by_a_table_is_the_sum_of_its_operators(monkeypatch):
     machine: Machine = composed("hw=8xh100").hw
     monkeypatch.setattr(tables, "read", lambda name: table())
     kernels = Kernels(gpu="H100", table="t", norm=Roof(launch=1e-3))
@@ -256,7 +255,7 @@ def test_a_step_hides_shared_experts_and_reduced_norms():
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["qwen3-8b", "qwen3-30b-a3b", "deepseek-v3"])
 @pytest.mark.parametrize("name", ["h100_vllm", "h200_sglang_table", "b200_trtllm"])
-def test_shipped_tables_time_forwards_that_grow(name: str, model: str):
+def test_shipped_tables_time_forwards_that_grow(name, model):
     config = composed(f"hw=8x{name.partition('_')[0]}", f"compute={name}", f"model={model}", "parallel=tp8")
     one = forward(config.model, config.hw, config.compute, config.parallel.decode)
     prompts = [one.prefill([(0, tokens)]) for tokens in (128, 512, 2048, 8192)]
@@ -285,10 +284,9 @@ def test_attention_nobody_measured_at_these_heads_counts_as_its_neighbour():
         values=np.concatenate([known.values, known.values + 9]),
         measured=np.concatenate([known.measured, np.broadcast_to(lengths == 1.0, known.measured.shape)]),
     )
+    one = Lookup(table(prefill=both), replace(DENSE, dtype_bytes=1), 4, 2)
     with pytest.warns(RangeWarning, match="bfloat16, the nearest measured"):
-        assert Lookup(table(prefill=both), replace(DENSE, dtype_bytes=1), 4, 2).prefill([(0, 100)]) == pytest.approx(
-            1e-2
-        )
+        assert one.prefill([(0, 100)]) == pytest.approx(1e-2)
 
 
 def test_products_of_8_bits_lack_only_the_search_for_scales():

@@ -56,6 +56,6 @@ def test_every_request_counts_toward_the_limits_of_its_tenant():
         (("model.context=4096",), r"8000 \+ 500 tokens of workload.tenants batch exceed"),
     ],
 )
-def test_tenants_refuse_what_they_replace(words: tuple[str, ...], reason: str):
+def test_tenants_refuse_what_they_replace(words, reason):
     with pytest.raises(ConfigError, match=reason):
         rules.check(composed("workload=tenants", *words))

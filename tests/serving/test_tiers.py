@@ -42,7 +42,7 @@ def before_decode(row: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize(("tier", "rate"), [("ssd", 0.5e9), ("remote", 0.2e9)])
-def test_a_tier_is_read_in_its_exact_time(tier: str, rate: float):
+def test_a_tier_is_read_in_its_exact_time(tier, rate):
     row, what = last(replace(PREFILL, **{tier: 4096.0}))
     load = 1e-3 + 7 * 1e-5 + HIT * TOKEN / rate  # the GPU's PCIe takes the pages as they come
     assert (row["cached_prefill"], row[f"cached_{tier}"]) == (HIT, HIT)
@@ -116,7 +116,7 @@ def test_two_readers_share_a_remote_store():
 
 
 @pytest.mark.parametrize(("shared", "found"), [(False, 0), (True, HIT)])
-def test_only_a_shared_pool_has_what_others_computed(shared: bool, found: int):
+def test_only_a_shared_pool_has_what_others_computed(shared, found):
     cache = replace(PREFILL, host=4096.0, shared=shared)
     table, *_ = served([(0.0, 512, 1, [1]), (5.0, 512, 1, [1])], cache, options=TURNS, **TWO)
     assert [row["prefill"] for row in table] == ["prefill0", "prefill1"]
@@ -133,7 +133,7 @@ def test_only_a_shared_pool_has_what_others_computed(shared: bool, found: int):
         ("remote", -1, True, 2e-3 + 1e-3 + 1e-4 + 5.0),
     ],
 )
-def test_bytes_of_a_tier_cross_its_links(tier: str, node: int, gpu: bool, done: float):
+def test_bytes_of_a_tier_cross_its_links(tier, node, gpu, done):
     clock = Clock()
     network = Network(clock)
     nodes = replace(HW, nodes=2, nic=Nic(count=1, rate=0.25e9, latency=2e-3))
@@ -146,9 +146,8 @@ def test_bytes_of_a_tier_cross_its_links(tier: str, node: int, gpu: bool, done: 
 
 def test_pages_are_written_when_the_policy_says():
     def evicting(prompts: list[list[int]], write: str) -> int:
-        row, _ = last(
-            replace(PREFILL, host=4096.0, write=write), [(5.0 * n, 512, 1, p) for n, p in enumerate(prompts)]
-        )
+        timed = [(5.0 * n, 512, 1, p) for n, p in enumerate(prompts)]
+        row, _ = last(replace(PREFILL, host=4096.0, write=write), timed)
         return int(row.get("cached_host", 0) or 0)
 
     once, twice = [[1], [2], [3], [4], [1]], [[1], [1], [2], [3], [4], [1]]
@@ -213,7 +212,7 @@ def test_a_page_that_is_not_computed_yet_is_not_written():
         ({"cache": replace(PREFILL, host=1e12)}, r"are more than the hosts' memory, .*; set at most"),
     ],
 )
-def test_tiers_that_cannot_be_are_refused(changes: dict[str, Any], says: str):
+def test_tiers_that_cannot_be_are_refused(changes, says):
     config = configured(kv=SMALL, **changes)
     with pytest.raises((ConfigError, ValueError), match=says):
         (rules.check(config), specs(config, job(config, ServeOptions()), []))
@@ -229,7 +228,7 @@ def first_rank_only(self: TierScheduler, number: int, tier: str) -> None:
     ("seed", "count"),
     [*((seed, 30) for seed in (566, 574, 1706, 2293, 2354, 2597)), (6000814, 50), (6002295, 50), (6015218, 50)],
 )
-def test_what_tiers_return_is_what_was_written(seed: int, count: int):
+def test_what_tiers_return_is_what_was_written(seed, count):
     """On memory with contents, under faults: these seeds showed defects, the last three of 147,000."""
     scenario = draw(seed, count, 0.4)
     assert scenario.job.cache.tiered
@@ -237,6 +236,6 @@ def test_what_tiers_return_is_what_was_written(seed: int, count: int):
 
 
 @pytest.mark.slow
-def test_pages_that_a_tier_has_too_early_are_noticed(monkeypatch: pytest.MonkeyPatch):
+def test_pages_that_a_tier_has_too_early_are_noticed(monkeypatch):
     monkeypatch.setattr(TierScheduler, "_wrote", first_rank_only)
     assert "I10" in {violation.invariant for violation in attempt(draw(566, 30, 0.4)).violations}

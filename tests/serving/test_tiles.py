@@ -41,7 +41,7 @@ def test_drawn_rows_need_as_many_tiles_as_in_a_sample():
 
 
 @pytest.mark.parametrize(("new", "heads"), [(128, 4), (1024, 4), (1024, 16), (4096, 8)])
-def test_causal_tiles_end_no_later_than_graham_says(new: int, heads: int):
+def test_causal_tiles_end_no_later_than_graham_says(new, heads):
     """Tiles one by one to whoever is free, in any order: between the mean of all, and that and the longest."""
     processors, tile = 30, 128
     rows = [(number + 1) * tile for number in range(math.ceil(new / tile)) for _ in range(heads)]

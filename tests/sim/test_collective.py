@@ -10,7 +10,6 @@ import pytest
 
 from pdsim.core.errors import OutOfMemory, PeerLost, RegistrationError
 from pdsim.hardware.costs import Collective, CollectiveModel, DeviceLine
-from pdsim.hardware.machine import Machine
 from pdsim.sim.endpoint import DETECTION
 from pdsim.sim.model import Model
 from pdsim.transfer import Batch, Program
@@ -31,14 +30,7 @@ LIBRARY = Collective(
 )
 
 
-def run(
-    program: Any,
-    ranks: int = 4,
-    library: Collective | None = LIBRARY,
-    hw: Machine | None = None,
-    losses: tuple[dict[str, float], dict[str, float]] = ({}, {}),
-    **arguments: Any,
-) -> Outcome:
+def run(program, ranks=4, library=LIBRARY, hw=None, losses=({}, {}), **arguments):
     names = [f"rank{index}" for index in range(ranks)]
     specs = [
         RankSpec(name, f"{program.__module__}:{program.__name__}", Place(0, index), {"names": names, **arguments})

@@ -37,10 +37,8 @@ class Side:
     def __init__(self, fabric, name, place, tracked=True, host_latency=None):
         self.clock = RankClock(fabric.clock, name)
         site = fabric.topology.site(place)
-        memory = DeviceMemory(site.name, 4096, tracked=tracked)
-        self.device = SimDevice(
-            memory, self.clock, fabric.network, fabric.topology.memory(site), host_latency=host_latency
-        )
+        memory, link = DeviceMemory(site.name, 4096, tracked=tracked), fabric.topology.memory(site)
+        self.device = SimDevice(memory, self.clock, fabric.network, link, host_latency=host_latency)
         self.records = TransferLog()
         recorder = SimpleNamespace(transfer=self.records.append, series=self.records.extend_run)
         self.endpoint = SimEndpoint(fabric, name, self.clock, self.device, site, recorder)
@@ -76,9 +74,8 @@ class Bench:
         return Batch(self.a.region, self.peer.regions["kv"], [source], [target], [size])
 
     def write(self, size=100, notify=b"", timeout=None, source=0, target=0, label=""):
-        return self.watch(
-            self.a.endpoint.write(self.peer, self.batch(size, source, target), notify, timeout=timeout, label=label)
-        )
+        batch = self.batch(size, source, target)
+        return self.watch(self.a.endpoint.write(self.peer, batch, notify, timeout=timeout, label=label))
 
     def read(self, size=100, timeout=None):
         batch = Batch(self.peer.regions["kv"], self.a.region, [0], [0], [size])
@@ -220,13 +217,8 @@ def test_a_peer_is_lost_to_what_is_posted_before_and_noticed_after_deadlines(ben
     bench.b.endpoint.kill()
     bench.at(DETECTION / 4, lambda: bench.write(timeout=DETECTION / 4))
     bench.at(DETECTION / 2, bench.write)
-    ends = [
-        (DETECTION / 2, "TransferTimeout"),
-        (DETECTION, "settled"),
-        (DETECTION, "settled"),
-        (DETECTION, "PeerLost"),
-    ]
-    assert bench.run() == ends
+    ends = [(DETECTION, what) for what in ("settled", "settled", "PeerLost")]
+    assert bench.run() == [(DETECTION / 2, "TransferTimeout"), *ends]
 
 
 @pytest.mark.parametrize("at", [0.5, 1.75, 2.5])  # while posting, on the wire, on the way back

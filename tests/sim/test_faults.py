@@ -268,14 +268,8 @@ def test_a_plan_is_checked(changes, words):
         Faults(**changes)
 
 
-NOT_THERE = [
-    {"slow": (Slow("x", 0.0, 1.0, 2.0),)},
-    {"squeezes": (Squeeze("x", 0.0, 1.0, 0.0),)},
-    {"pauses": (Pause("x", 0.0, 1.0),)},
-]
-
-
-@pytest.mark.parametrize("what", NOT_THERE)
+@pytest.mark.parametrize("what", [Slow("x", 0.0, 1.0, 2.0), Squeeze("x", 0.0, 1.0, 0.0), Pause("x", 0.0, 1.0)])
 def test_a_plan_for_what_is_not_there_is_refused(what):
+    kind = {Slow: "slow", Squeeze: "squeezes", Pause: "pauses"}[type(what)]
     with pytest.raises(ConfigError, match="'x'"):
-        run(computer, model=model(Faults(**what)))
+        run(computer, model=model(Faults(**{kind: (what,)})))

@@ -1,8 +1,7 @@
 """A link between nodes on the model: what it carries, how long its way is, who shares it.
 
 A packet of 1000 bytes has 948 of data, so 1000 bytes/s of packets carry 948 bytes/s.  Posting takes 1.25 s,
-completion
-0.5 s (`machines.cost`), and the way to the other end and back 6 s.
+completion 0.5 s (`machines.cost`), and the way to the other end and back 6 s.
 """
 
 from dataclasses import replace
@@ -36,9 +35,8 @@ def source(rank, size, start, blocks):
     peer = rank.endpoint.connect(address)
     yield rank.clock.timeout(start - came)
     offset = [index * (size // blocks) for index in range(blocks)]
-    yield rank.endpoint.write(
-        peer, Batch(region, peer.regions[rank.name], offset, offset, [size // blocks] * blocks)
-    )
+    batch = Batch(region, peer.regions[rank.name], offset, offset, [size // blocks] * blocks)
+    yield rank.endpoint.write(peer, batch)
     took = rank.clock.now - start
     rank.channel.send(sender, b"done")
     return [came, took]

@@ -101,11 +101,7 @@ def test_a_rank_knows_who_and_where_it_is():
 @pytest.mark.parametrize(
     ("specs", "kill", "message"),
     [
-        (
-            [RankSpec("a", "no.such:thing")],
-            {},
-            "program 'no.such:thing' of rank 'a' is no 'package.module:function'",
-        ),
+        ([RankSpec("a", "no.such:thing")], {}, "program 'no.such:thing' of rank 'a' is no 'package.module:func"),
         ([RankSpec("a", f"{__name__}:missing")], {}, "of rank 'a' is no 'package.module:function'"),
         ([RankSpec("a", f"{__name__}:idle")] * 2, {}, "2 ranks are named 'a'"),
         ([RankSpec("a", f"{__name__}:idle", Place(7, 0))], {}, "place.node=7"),

@@ -91,11 +91,7 @@ TIMES = {
     "a rate caps": ({"rate": 50.0}, [post()], [(4.5, "a")]),
     "a descriptor occupies: 100 bytes": ({"rate": 50.0, "wire_descriptor": 0.5}, [post()], [(6.5, "a")]),
     "without a rate at the narrowest: 200 bytes": ({"wire_descriptor": 0.5}, [post()], [(5.5, "a")]),
-    "a descriptor holds up slow queues as long": (
-        {**QUEUES, "rate": 80.0, "wire_descriptor": 0.5},
-        [post()],
-        [(4.0, "a")],
-    ),
+    "a descriptor holds slow queues": ({**QUEUES, "rate": 80.0, "wire_descriptor": 0.5}, [post()], [(4.0, "a")]),
     "queues cap both directions": (QUEUES, [post(), post("b", inward=True)], [(4.0, "a"), (4.0, "b")]),
     "queues of peers are apart": (QUEUES, [post(), post("b", peer="c")], [(2.0, "a"), (2.0, "b")]),
     "the way adds its latency": ({"way": 2.0}, [post()], [(5.5, "a")]),
@@ -107,11 +103,7 @@ TIMES = {
         [(3.0, "a"), (6.5, "b"), (9.5, "c")],
     ),
     "beyond the depth alone": (DEPTH, [post(descriptors=8), post("b")], [(4.5, "a"), (8.0, "b")]),
-    "waiting keeps no other peer": (
-        DEPTH,
-        [post(), post("b"), post("c", peer="c")],
-        [(3.5, "a"), (5.5, "c"), (7.5, "b")],
-    ),
+    "waiting keeps no peer": (DEPTH, [post(), post("b"), post("c", peer="c")], [(3.5, "a"), (5.5, "c"), (7.5, "b")]),
     "small": (SMALL, [post()], [(3.25, "a")]),
     "a small read": ({**SMALL, "read": 0.25}, [post(inward=True)], [(3.5, "a")]),
     "too many bytes": (SMALL, [post(nbytes=101)], [(3.51, "a")]),
@@ -205,13 +197,8 @@ def test_an_aborted_transfer_is_never_reported(at, carried):
     assert (bench.out.links[0].carried, bench.lane.outstanding) == (carried, 0)
 
 
-WIRES = [
-    {},
-    {"rate": 60.0},
-    {"wire_descriptor": 0.3},
-    {"queues": 3, "queue_rate": 25.0},
-    {"queues": 3, "queue_rate": 25.0, "wire_descriptor": 0.3, "rate": 90.0},
-]
+THREE = {"queues": 3, "queue_rate": 25.0}
+WIRES = [{}, {"rate": 60.0}, {"wire_descriptor": 0.3}, THREE, THREE | {"wire_descriptor": 0.3, "rate": 90.0}]
 
 
 @pytest.mark.parametrize("descriptors", [1, 3, 64, 5000])
@@ -346,7 +333,7 @@ class Crossing:
         posted = {}
         for at, names, *nbytes in posts:
             self.clock.call_at(
-                at, lambda what: [posted.setdefault(p.tag, p) for p in self.post(*what)], (names, *nbytes)
+                at, lambda it: [posted.setdefault(p.tag, p) for p in self.post(*it)], (names, *nbytes)
             )
         for at, name in aborts:
             self.clock.call_at(at, lambda name: self.lanes[name].abort(posted[name]), name)
@@ -377,13 +364,13 @@ COPIES = {
     "a slice ends within a copy": (turns(1.5), [(0, "ac ad ac ad")], "1.0 ac 2.5 ad 3.5 ac 4.0 ad"),
     "slices while nobody waits": (turns(1.5), [(0, "ac", 400), (2.0, "ad")], "4.0 ad 5.0 ac"),
     # as metadata behind the KV of another process
-    "a small copy after another process": (
+    "a small copy after a process": (
         turns(),
         [(0, "ac"), (0.5, "ad", 200), (1.5, "ac", 50)],
         "1.0 ac 3.0 ad 3.5 ac",
     ),
     "a copy ends with its slice": (turns(1.0), [(0, "ac ad ac ad")], "1.0 ac 2.0 ad 3.0 ac 4.0 ad"),
-    "a switch within a GPU": (
+    "a switch within": (
         SWITCH,
         [(0, "ac ad ad"), (5.0, "ad"), (7.0, "ac")],
         "1.0 ac 2.25 ad 3.25 ad 6.0 ad 8.25 ac",
@@ -458,15 +445,8 @@ def test_delays_lie_between_nothing_and_what_is_set():
     assert draws.copy() == 0.0
 
 
-SHARED = [
-    {},
-    SLEEPY,
-    turns(),
-    {"wire_descriptor": 0.5},
-    HOST,
-    {**HOST, "overlap": True},
-    {**HOST, "one_stream": True},
-]
+OTHERS = [{"wire_descriptor": 0.5}, {**HOST, "overlap": True}, {**HOST, "one_stream": True}]
+SHARED = [{}, SLEEPY, turns(), HOST, *OTHERS]
 
 
 @pytest.mark.parametrize("how", SHARED)

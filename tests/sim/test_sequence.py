@@ -108,13 +108,7 @@ CASES = {
     "the peer ends": (machine(), engine(), [[ONE]], {"sink0": 20.2}, 1),
     "it would time out": (machine(), engine(timeout=1.5), [[(10.0, 0, 2, 10, 3)]], {}, 0.8),
     "receivers wake up": (slower(WAKING, {}), engine(), [[ONE], [OTHER]], {}, 2.5),
-    "layer by layer": (
-        slower({}, SLEEPING),
-        engine(cost(in_order=True)),
-        [[(10.0, 0, 2, 10, 20, 6.0, ())]],
-        {},
-        2.5,
-    ),
+    "by layers": (slower({}, SLEEPING), engine(cost(in_order=True)), [[(10.0, 0, 2, 10, 20, 6.0, ())]], {}, 2.5),
     "in turns": (machine(), engine(), [[(10.0, 0, 2, 10, 20, 3.0, (5,))]], {}, 1),
     "on one thread": (machine(), RDMA, [[ONE, (10.0, 1, 1, 30, 9), (14.2, 0, 1, 5, 1)]], {}, 3),
     "on one card": (machine(), RDMA, [[ONE], [OTHER, (25.0, 0, 3, 20, 5)]], {}, 2.5),
@@ -147,9 +141,8 @@ def test_a_series_has_the_records_of_writes_in_fewer_events(hardware, made, work
 
 # odd numbers: of what happens at one instant, within a rounding, either may be first
 moments = st.one_of(st.sampled_from([5.0, 6.0, 7.5]), st.integers(500, 1500).map(lambda n: n / 99.7))
-jobs = st.tuples(
-    moments, st.integers(0, 1), st.integers(1, 3), st.sampled_from([3, 11, 97]), st.sampled_from([1, 2, 5, 9])
-)
+to, sizes, counts = st.integers(0, 1), st.sampled_from([3, 11, 97]), st.sampled_from([1, 2, 5, 9])
+jobs = st.tuples(moments, to, st.integers(1, 3), sizes, counts)
 engines = st.builds(
     lambda **changes: engine(cost(**changes)),
     path=st.sampled_from(["nvlink", "rdma"]),

@@ -250,11 +250,7 @@ def test_a_busy_path_keeps_its_digits():
             (2, 8, 2),
         ),
         # one more on one of fifty links touches nobody else
-        (
-            {f"p{i}": 1.0 for i in range(50)},
-            [*((f"p{i}", 2.0, i) for i in range(50)), ("p0", 9.0, 50, 1.0)],
-            (5, 52, 5),
-        ),
+        ({f"p{i}": 1.0 for i in range(50)}, [*((f"p{i}", 2, i) for i in range(50)), ("p0", 9, 50, 1)], (5, 52, 5)),
     ],
 )
 def test_flows_cost_events_paths_and_solutions(links, flows, work):

@@ -66,24 +66,9 @@ CUTS = {
     "a queue of 8 s that outlasts the cut": ({}, 10.0, 7.9, 7.9),
     "the rest hides growth of the new window": ({"initial": 1, "rate": 1000.0}, 10.0, 7.0, 7.0 + (1.4 + 0.8) - 1.0),
     # 5 / 6 of the bytes are under way after 30 s, and a round trip of 14 s
-    "a full buffer, after another probe": (
-        {"window": 2000},
-        30.0,
-        30.0,
-        FIRES + 2.0 + 2 * (14.0 * 7 / 8 + (FIRES + 14.0) / 8) + 0.002,
-    ),
-    "a full buffer, once a third is free": (
-        {"window": 500},
-        30.0,
-        15.0,
-        2 * (2.0 + 500 / 120) + 0.002 + 0.128 + 1.0 + (2.0 + 500 / 120) + 0.128,
-    ),
-    "so does one that was not so full": (
-        {"window": 1000, "filled": 0.7},
-        30.0,
-        24.0,
-        2 * 9.0 + 0.002 + 1.024 + 1.0 + 9.0 + 0.128,
-    ),
+    "another probe": ({"window": 2000}, 30.0, 30.0, FIRES + 2 + 2 * (14.0 * 7 / 8 + (FIRES + 14.0) / 8) + 0.002),
+    "once a third is free": ({"window": 500}, 30.0, 15.0, 3 * (2.0 + 500 / 120) + 0.002 + 1.0 + 2 * 0.128),
+    "not so full": ({"window": 1000, "filled": 0.7}, 30.0, 24.0, 2 * 9.0 + 0.002 + 1.024 + 1.0 + 9.0 + 0.128),
 }
 
 

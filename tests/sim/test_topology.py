@@ -24,7 +24,7 @@ def gpu(index, node=0, card=0):
     return Site(node, index, card)
 
 
-GPU, PEER = "gpu0/memory", "gpu3/memory"
+GPU, OUT, IN, PEER, MEMORY = "gpu0/memory", "gpu0/pcie.out", "gpu3/pcie.in", "gpu3/memory", "host/memory"
 ROUTES = {
     "switch": ({}, "nvlink", gpu(0), gpu(3), [GPU, "gpu0/nvlink.out", "gpu3/nvlink.in", PEER]),
     "mesh": ({"kind": "mesh", "vendor": "amd"}, "nvlink", gpu(0), gpu(3), [GPU, "gpu0/xgmi.gpu3", PEER]),
@@ -36,52 +36,28 @@ ROUTES = {
         "rdma",
         gpu(0, card=0),
         gpu(3, card=1),
-        [GPU, "gpu0/pcie.out", "nic0/tx", "nic1/rx", "gpu3/pcie.in", PEER],
+        [GPU, OUT, "nic0/tx", "nic1/rx", IN, PEER],
     ),
     "a card of the other socket": (
         {"devices": (1,), "far": 0.5},
         "rdma",
         gpu(0, card=1),
         gpu(3, card=1),
-        [
-            *(GPU, "gpu0/pcie.out", "switch0/up", "nic1/socket.out", "switch1/down", "nic1/tx"),
-            *("nic1/rx", "gpu3/pcie.in", PEER),
-        ],
+        [GPU, OUT, "switch0/up", "nic1/socket.out", "switch1/down", "nic1/tx", "nic1/rx", IN, PEER],
     ),
     "cards without GPUDirect": (
         {"gpudirect": False},
         "rdma",
         gpu(0, card=0),
         HOST,
-        [
-            GPU,
-            "gpu0/pcie.out",
-            "switch0/up",
-            *["host/memory"] * 2,
-            "switch0/down",
-            "nic0/tx",
-            "nic0/rx",
-            "host/memory",
-        ],
+        [GPU, OUT, "switch0/up", MEMORY, MEMORY, "switch0/down", "nic0/tx", "nic0/rx", MEMORY],
     ),
     "cards of hosts": ({}, "rdma", HOST, OTHER, ["host/memory", "nic0/tx", "node1/nic1/rx", "node1/host/memory"]),
     "tcp": ({}, "tcp", HOST, OTHER, ["host/memory", "tcp.out", "node1/tcp.in", "node1/host/memory"]),
     "loopback": ({}, "tcp", HOST, HOST, ["host/memory", "tcp.loopback", "host/memory"]),
     # the host's memory is written by the copy and read by the socket
-    "staged": (
-        {},
-        "tcp",
-        gpu(0),
-        HOST,
-        [GPU, "gpu0/pcie.out", "host/memory", "host/memory", "tcp.loopback", "host/memory"],
-    ),
-    "staged back": (
-        {},
-        "tcp",
-        HOST,
-        gpu(3),
-        ["host/memory", "tcp.loopback", "host/memory", "host/memory", "gpu3/pcie.in", PEER],
-    ),
+    "staged": ({}, "tcp", gpu(0), HOST, [GPU, OUT, MEMORY, MEMORY, "tcp.loopback", MEMORY]),
+    "staged back": ({}, "tcp", HOST, gpu(3), [MEMORY, "tcp.loopback", MEMORY, MEMORY, IN, PEER]),
     "shared memory": ({}, "shm", HOST, HOST, ["host/memory"] * 2),
 }
 
@@ -166,7 +142,7 @@ def test_a_queue_pair_has_one_of_two_bonded_ports():
 
 
 @pytest.mark.parametrize(("thread", "factor"), [("false", 2.0), ("true", 2 * 0.6934)])
-def test_processes_on_a_gpu_share_what_one_leaves(thread: str, factor: float):
+def test_processes_on_a_gpu_share_what_one_leaves(thread, factor):
     """With its thread, NIXL alone reaches 0.69 of a GPU's rate, and two processes all of it."""
     words = ["hw=2xh200", "backend=nixl", "experiment=transfer", f"backend.options.progress_thread={thread}"]
     words += ["experiment.placement=[0,1,0,1]", "experiment.blocks=[1]", "experiment.size=[256MiB]"]

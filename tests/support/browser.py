@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+SCREEN = {"deviceScaleFactor": 1, "mobile": False}
 SILENCE = 90.0
 """Seconds without an answer after which a test fails: many times what a page takes."""
 
@@ -81,9 +82,7 @@ class Browser:
     def open(self, page: Path, width: int = 1280, height: int = 900, dark: bool = False) -> None:
         """Open *page* and wait until all of its figures are drawn."""
         self.events.clear()
-        self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
-        )
+        self.call("Emulation.setDeviceMetricsOverride", **SCREEN, width=width, height=height)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Page.navigate", url=page.as_uri())

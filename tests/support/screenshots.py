@@ -17,7 +17,7 @@ import nbconvert
 import nbformat
 
 from pdsim.cli.main import main
-from tests.support.browser import Browser
+from tests.support.browser import SCREEN, Browser
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPAND = "[...document.querySelectorAll('button[title^=Expand]')].forEach(button => button.click())"
@@ -55,9 +55,7 @@ def draw(folder: Path) -> None:
         ),
         ("notebook", f"{home}/notebook.html", 1000, 1500, "document.readyState === 'complete'"),
     ):
-        browser.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
-        )
+        browser.call("Emulation.setDeviceMetricsOverride", **SCREEN, width=width, height=height)
         browser.call("Page.navigate", url=address)
         browser.wait(f"document.body !== null && {seen}")
         browser.evaluate(EXPAND)

@@ -101,9 +101,8 @@ def simulate(
         if spec.name == "router":
             arguments["leaves"] = [list(leave) for leave in leaves]
         ranks.append(replace(spec, arguments=arguments))
-    model = Model(
-        config.hw, config.backend, memory=config.memory, limit=limit, collective=config.collective, faults=faults
-    )
+    parts = {"memory": config.memory, "limit": limit, "collective": config.collective, "faults": faults}
+    model = Model(config.hw, config.backend, **parts)
     outcome = model.run([*ranks, *others], kill, restarts)
     value = outcome.ranks["router"].value
     table = []

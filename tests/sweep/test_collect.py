@@ -31,10 +31,7 @@ def test_the_table_begins_with_the_swept_keys(tmp_path):
     write(tmp_path, [row("a1", 1), row("a2", 2, hw="b", evidence="none")], DEFINITIONS)
     shown = table(tmp_path)
     assert list(shown.columns) == ["hw", "workload.rate", "status", "evidence", "bw_gbs"]
-    assert shown.rows == [
-        ("toy", 1, "ok", "assumed", 2.5),
-        ("b", 2, "ok", "none", None),
-    ]  # no number without evidence
+    assert shown.rows == [("toy", 1, "ok", "assumed", 2.5), ("b", 2, "ok", "none", None)]  # no evidence, no number
 
 
 def test_a_sweep_that_was_killed_has_the_rows_that_it_appended(tmp_path):

@@ -5,7 +5,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -60,7 +59,7 @@ def needed() -> None:
 
 
 @pytest.fixture(scope="session")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Llama]:
+def llama(tmp_path_factory):
     """A server that all tests share and none may stop."""
     needed()
     server = start(tmp_path_factory.mktemp("llama"))
@@ -69,7 +68,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Llama]:
 
 
 @pytest.fixture
-def make_llama(tmp_path: Path) -> Iterator[Callable[..., Llama]]:
+def make_llama(tmp_path):
     """Start servers of a test's own: ``make_llama(key=..., port=...)``."""
     needed()
     made: list[Llama] = []

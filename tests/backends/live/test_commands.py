@@ -134,12 +134,7 @@ def staging(pool, buffer):
             {"tp": 2, "chunk": 4096},
             QUEUES | staging(4096, 293),
         ),
-        (
-            "mooncake kv.staging=true kv.staging_ring=1GiB kv.staging_buffer=64MiB",
-            "",
-            {},
-            QUEUES | staging(1024, 64),
-        ),
+        ("mooncake kv.staging=true kv.staging_ring=1GiB kv.staging_buffer=4MiB", "", {}, QUEUES | staging(1024, 4)),
         (CP, "0.5.12", OLD_CP, QUEUES),
         (f"{CP} kv.all_cp_ranks=true", "0.5.14", NEW_CP, QUEUES | ALL_CP),
         (DP, "0.5.12", OLD_DP, QUEUES),
@@ -150,13 +145,8 @@ def staging(pool, buffer):
 def test_sglang_prefill_gets_exactly_this_line_and_environment(words, release, options, environment):
     backend, *more = words.split()
     values = {"tp": 1, "chunk": 8192, "batch": 256, "more": "", "backend": backend.partition("_")[0]} | options
-    sizes = (
-        "kv.page_size=64",
-        "scheduler.decode_batch=256",
-        "scheduler.memory_fraction=0.88",
-        "scheduler.chunk=8192",
-    )
-    prefill = made("sglang", f"backend={backend}", *sizes, *more, release=release)[0]
+    own = ("kv.page_size=64", "scheduler.decode_batch=256", "scheduler.memory_fraction=0.88", "scheduler.chunk=8192")
+    prefill = made("sglang", f"backend={backend}", *own, *more, release=release)[0]
     assert flags(prefill) == (BASE.format(**values), environment)
 
 
@@ -165,13 +155,11 @@ def test_sglang_over_tcp_keeps_the_variable_of_the_user(monkeypatch):
     assert made("sglang", "backend=mooncake_tcp")[0].environment["MC_FORCE_TCP"] == "0"
 
 
-@pytest.mark.parametrize(
-    ("metadata", "environment"), [("control", {}), ("write", {"SGLANG_MORI_SEND_AUX_RDMA": "1"})]
-)
-def test_sglang_sends_metadata_over_rdma_with_mori(metadata, environment):
+@pytest.mark.parametrize(("metadata", "own"), [("control", {}), ("write", {"SGLANG_MORI_SEND_AUX_RDMA": "1"})])
+def test_sglang_sends_metadata_over_rdma_with_mori(metadata, own):
     base = ("hw=8xmi300x", *PAIR[1:])
     server = made("sglang", "backend=mori", f"backend.policy.metadata={metadata}", base=base)[0]
-    assert flags(server)[1] == {"SGLANG_MORI_TRANSFER_SHARDS": "8"} | environment
+    assert flags(server)[1] == {"SGLANG_MORI_TRANSFER_SHARDS": "8"} | own
 
 
 @pytest.mark.parametrize(

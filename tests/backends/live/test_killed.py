@@ -6,7 +6,6 @@ import random
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -67,7 +66,7 @@ async def killed_among(words: list[str], moment: int, before: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
-def test_a_killed_run_loses_no_request_that_had_ended(tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]):
+def test_a_killed_run_loses_no_request_that_had_ended(tmp_path, seed, capsys):
     words = ["run", *WORDS, "live.warmup=1", f"seed={seed}", f"output={tmp_path}"]
     ended = asyncio.run(killed_among(words, random.randrange(1, COUNT - 20), before=2))
     (folder,) = tmp_path.iterdir()
@@ -83,7 +82,7 @@ def test_a_killed_run_loses_no_request_that_had_ended(tmp_path: Path, seed: int,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-def test_a_killed_validation_compares_what_had_ended(tmp_path: Path, seed: int, capfd: pytest.CaptureFixture[str]):
+def test_a_killed_validation_compares_what_had_ended(tmp_path, seed, capfd):
     own = ["model=tiny", "experiment.lengths=[20]", "experiment.loads=[1.0]", "experiment.runs=1", "live.warmup=0"]
     words = ["validate", *WORDS, *own, f"seed={seed}", f"output={tmp_path}"]
     ended = asyncio.run(killed_among(words, random.randrange(20, COUNT - 20), before=0))

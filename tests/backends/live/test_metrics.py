@@ -4,7 +4,7 @@
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pyarrow.parquet as pq
 import pytest
@@ -49,7 +49,7 @@ sglang:kv_transfer_latency_ms_sum{{tp_rank="0"}} {3.0 * transfers}
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[[Callable[[int], str]], str]]:
+def serve():
     """Serve OpenAI's API and the given metrics until the test ends; a transfer for each completion."""
     loop, thread = asyncio.new_event_loop(), None
 

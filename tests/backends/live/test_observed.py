@@ -49,7 +49,7 @@ def read(path: Path):
     ]
 
 
-def test_vllms_benchmark_has_arrivals_tokens_and_failures(tmp_path: Path):
+def test_vllms_benchmark_has_arrivals_tokens_and_failures(tmp_path):
     (tmp_path / "log").write_text(json.dumps(BENCH))
     assert read(tmp_path / "log") == [
         (100.0, 10, 2, 100.5, 100.75, "ok"),
@@ -61,7 +61,7 @@ def test_vllms_benchmark_has_arrivals_tokens_and_failures(tmp_path: Path):
     assert rows == [(0.0, 10, 2, []), (500.0, 20, 3, []), (1000.0, 30, 1, [])]
 
 
-def test_aiperf_has_a_record_a_request_and_warms_up(tmp_path: Path):
+def test_aiperf_has_a_record_a_request_and_warms_up(tmp_path):
     (tmp_path / "log").write_text("".join(json.dumps(record) + "\n" for record in AIPERF))
     one, two = read(tmp_path / "log")
     assert one == (2.0, 100, 5, pytest.approx(2.05), pytest.approx(2.25), "ok")
@@ -79,13 +79,13 @@ def test_aiperf_has_a_record_a_request_and_warms_up(tmp_path: Path):
         ("", "aiperf", "no request of aiperf in it"),
     ],
 )
-def test_other_files_are_refused_with_the_reason(tmp_path: Path, text: str, kind: str, message: str):
+def test_other_files_are_refused_with_the_reason(tmp_path, text, kind, message):
     (tmp_path / "log").write_text(text)
     with pytest.raises(ConfigError, match=message):
         observed.read(tmp_path / "log", kind)
 
 
-def test_what_engines_count_of_transfers_becomes_points_that_the_model_repeats(tmp_path: Path, capsys):
+def test_what_engines_count_of_transfers_becomes_points_that_the_model_repeats(tmp_path, capsys):
     log = Path(__file__).parents[2] / "calibration" / "outputs" / "nixl.txt"
     assert main(["observe", str(log), "--to", str(tmp_path)]) == 0
     file = tmp_path / "nixl.samples.csv"
@@ -94,13 +94,13 @@ def test_what_engines_count_of_transfers_becomes_points_that_the_model_repeats(t
     assert main(["run", *words, f"output={tmp_path / 'run'}"]) == 0
 
 
-def test_vllms_log_has_samples_of_its_reads(tmp_path: Path):
+def test_vllms_log_has_samples_of_its_reads(tmp_path):
     (tmp_path / "decode.log").write_text(VLLM)
     (row,) = importers.read(tmp_path / "decode.log").rows
     assert (row.blocks, row.size, row.operation, row.seconds) == (36864, 32768, "read", 0.142053)
 
 
-def test_what_sglang_reported_is_a_run_like_that_of_the_client(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_what_sglang_reported_is_a_run_like_that_of_the_client(tmp_path, capsys):
     rows = pq.read_table(DATA / "sglang-2xh200" / "requests.parquet").to_pylist()
     rows = [row for row in rows if row["load"] == "fixed-40"]
     log = tmp_path / "meta.jsonl"
@@ -126,6 +126,6 @@ def test_what_sglang_reported_is_a_run_like_that_of_the_client(tmp_path: Path, c
 
 
 @pytest.mark.parametrize("words", [[], ["a", "b"], ["a", "--what"], ["a", "--to"]])
-def test_observe_says_what_it_takes(words: list[str], capsys: pytest.CaptureFixture[str]):
+def test_observe_says_what_it_takes(words, capsys):
     assert main(["observe", *words]) == 2
     assert "see pdsim observe --help" in capsys.readouterr().err

@@ -9,7 +9,6 @@ import pytest
 
 from pdsim.cli.main import main
 from pdsim.results.schema import INSTANTS, LIVE, REQUESTS
-from tests.backends.live.conftest import Llama
 
 LLAMA = ("hw=loopback", "live.vocabulary=512", "live.request={cache_prompt: false}")
 
@@ -20,7 +19,7 @@ def only(folder: Path) -> Path:
 
 
 @pytest.mark.live
-def test_a_live_run_has_every_column(llama: Llama, tmp_path, capfd):
+def test_a_live_run_has_every_column(llama, tmp_path, capfd):
     words = ["workload.count=6", "workload.rate=20", *LLAMA, f"live.url={llama.url}/v1/"]
     assert main(["run", "-q", "target=live", *words, f"output={tmp_path / 'live'}"]) == 0
     assert main(["run", "-q", "target=model", *words, f"output={tmp_path / 'model'}"]) == 0
@@ -46,7 +45,7 @@ def test_a_live_run_has_every_column(llama: Llama, tmp_path, capfd):
 
 
 @pytest.mark.live
-def test_requests_that_fail_are_named_and_make_the_run_partial(llama: Llama, tmp_path, capfd):
+def test_requests_that_fail_are_named_and_make_the_run_partial(llama, tmp_path, capfd):
     words = ["workload.count=3", "workload.rate=20", "workload.input_mean=4000", "workload.input_cv=0"]
     assert main(["run", "target=live", *words, *LLAMA, f"live.url={llama.url}", f"output={tmp_path}"]) == 1
     assert "request 0: HTTP 400: server0: " in capfd.readouterr().out
@@ -58,15 +57,8 @@ def test_requests_that_fail_are_named_and_make_the_run_partial(llama: Llama, tmp
 @pytest.mark.skipif("PDSIM_VLLM_PYTHON" not in os.environ, reason="PDSIM_VLLM_PYTHON names no interpreter with vLLM")
 @pytest.mark.timeout(600)
 def test_a_pair_of_vllm_is_launched_hands_over_and_ends(tmp_path):
-    words = [
-        "target=live",
-        "hw=loopback",
-        "backend=nixl_tcp",
-        "live.engine=vllm",
-        "live.launch=true",
-        "kv.page_size=32",
-    ]
-    words += ["scheduler.chunk=2048", "scheduler.decode_batch=16", "kv.pool=512MiB"]
+    words = ["target=live", "hw=loopback", "backend=nixl_tcp", "live.engine=vllm", "live.launch=true"]
+    words += ["kv.page_size=32", "scheduler.chunk=2048", "scheduler.decode_batch=16", "kv.pool=512MiB"]
     words += [f"live.python={os.environ['PDSIM_VLLM_PYTHON']}", "live.arguments=['--enforce-eager']"]
     words += ["live.environment={VLLM_CPU_OMP_THREADS_BIND: nobind, OMP_NUM_THREADS: '1'}", f"output={tmp_path}"]
     assert main(["run", "-q", *words]) == 0
