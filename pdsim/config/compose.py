@@ -228,7 +228,7 @@ def _remembered(words: tuple[str, ...]) -> tuple[Path, str] | None:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:  # a user without a home
         return None
-    name = sha256("\n".join(words).encode()).hexdigest()[:16]
+    name = sha256("\n".join((str(plugins.conf()), *words)).encode()).hexdigest()[:16]
     return home / "pdsim" / f"{name}.composed", digest.hexdigest()
 
 
@@ -328,10 +328,12 @@ CONTEXT = 1 << 30
 
 def _on_shared_gpus(config: Config) -> Config:
     # each GPU of the machine that is asked for is a share of one that is here
+    hw = config.hw
+    if config.target != "real" or not config.launch.share_gpus or hw.gpu is None:
+        return config
     from backends.diagnosis import gpu_count, gpu_memory
 
-    hw = config.hw
-    if config.target != "real" or not config.launch.share_gpus or hw.gpu is None or not (here := gpu_count()):
+    if not (here := gpu_count()):
         return config
     share = gpu_memory() // -(-hw.gpus // here) - CONTEXT
     return replace(config, hw=replace(hw, gpu=replace(hw.gpu, memory=min(hw.gpu.memory, share))))

@@ -221,7 +221,12 @@ def _written(values: Any, key: str) -> str:
 
 @cache
 def _row(name: str, kind: str) -> tuple[str, float, float, float] | None:
-    return next((row for row in BOUNDS if fnmatchcase(f"{kind}:{name}" if ":" in row[0] else name, row[0])), None)
+    return next((row for row in BOUNDS if _matches(f"{kind}:{name}" if ":" in row[0] else name, row[0])), None)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    # fnmatch compiles an expression for each pattern
+    return fnmatchcase(name, pattern) if "*" in pattern or "?" in pattern else name == pattern
 
 
 def _meant(quantity: _Quantity, text: str) -> str:

@@ -49,10 +49,11 @@ def notes(config: Config, typed: Iterable[str]) -> list[str]:
 
     Among them are options of a backend that were *typed* and that the model does not look at.
     """
-    from backends import registry
     from backends.live.commands import refusals
 
     if config.target != "model":
+        from backends import registry
+
         return list(registry.notes(config.backend)) if config.backend.implementation in registry.names() else []
     typed_options = {".".join(key.split(".")[2:]) for key in typed if covers(["backend.options"], key)}
     options = sorted(typed_options - set(config.backend.modelled))

@@ -13,6 +13,7 @@ import os
 import re
 import stat
 import zlib
+from functools import lru_cache
 from math import inf
 from pathlib import Path
 
@@ -92,6 +93,7 @@ def yaml_text(path: Path) -> str:
         raise ConfigError(f"{path}: {error.strerror}; name another file") from error
 
 
+@lru_cache(1)  # what ends a run reads its configuration several times
 def bounded_yaml(content: str, name: str) -> str:
     """Return *content*, YAML that is called *name*, if it is small also with its aliases written out.
 

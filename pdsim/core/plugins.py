@@ -57,7 +57,8 @@ def _every() -> dict[str, dict[str, EntryPoint]]:
     from importlib.metadata import entry_points  # 20 ms, which `pdsim --help` does without
 
     entries = entry_points()
-    return {group: {entry.name: entry for entry in entries.select(group=group)} for group in entries.groups}
+    own = (group for group in entries.groups if group.startswith("pdsim."))  # each is looked for among all entries
+    return {group: {entry.name: entry for entry in entries.select(group=group)} for group in own}
 
 
 def _entries(group: str) -> dict[str, EntryPoint]:

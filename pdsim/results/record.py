@@ -94,7 +94,17 @@ def percentile(values: Values, q: float) -> float | None:
     """Return percentile *q* of *values*, or None if there are fewer than `needed`."""
     if len(values) < needed(q):
         return None
-    return float(np.percentile(np.asarray(values, dtype=np.float64), q))
+    return float(_percentiles(np.asarray(values, dtype=np.float64), q))
+
+
+def _percentiles(rows: Floats, q: float) -> Any:
+    # Of the last axis, to the bit what np.percentile gives, which imports numpy.ma: 20 ms.
+    ordered = np.sort(rows)
+    last = ordered.shape[-1] - 1
+    low, share = divmod(last * (q / 100), 1.0)
+    below, above = ordered[..., int(low)], ordered[..., min(int(low) + 1, last)]
+    apart = above - below
+    return above - apart * (1.0 - share) if share >= 0.5 else below + apart * share
 
 
 def mean(values: Values) -> float | None:
@@ -159,7 +169,7 @@ def half_width(values: Floats, q: float | None) -> float | None:
             continue
         size = len(values) // batches
         parts = np.reshape(np.asarray(values[: batches * size], np.float64), (batches, size))
-        of_batches = np.array([mean(part) for part in parts]) if q is None else np.percentile(parts, q, axis=1)
+        of_batches = np.array([mean(part) for part in parts]) if q is None else _percentiles(parts, q)
         half = quantile * float(np.std(of_batches, ddof=1)) / math.sqrt(batches)
         if _correlation(of_batches) <= 1.645 / math.sqrt(batches):
             break

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -417,13 +417,21 @@ def read_nested(path: Path) -> dict[str, Any]:
     import yaml  # type: ignore[import-untyped]  # comes with OmegaConf, its stubs do not
 
     try:
-        plain = yaml.load(files.yaml_text(path), Loader=_loader())  # noqa: S506  # it is a safe one
+        plain = _plain(files.yaml_text(path))
         if not isinstance(plain, dict):
             raise ConfigError(f"{path} has no keys; {_AGAIN}")
-        json.dumps(plain, default=str, skipkeys=True)  # a ValueError of what contains itself
-        return plain
+        return dict(plain)
     except (yaml.YAMLError, OSError, TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not a configuration: {_one_line(error)}; {_AGAIN}") from error
+
+
+@lru_cache(1)
+def _plain(text: str) -> Any:
+    import yaml
+
+    plain = yaml.load(text, Loader=_loader())  # noqa: S506  # it is a safe one
+    json.dumps(plain, default=str, skipkeys=True)  # a ValueError of what contains itself
+    return plain
 
 
 @cache
