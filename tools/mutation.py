@@ -11,9 +11,9 @@ A *mutant* is the source with one small change (`sites`).  It is *killed* if a t
     python -m tools.mutation again RECORD.json                # the same mutants in a later state of the source
 
 Intermediate files lie in `results/mutation` (see `--folder`).  Mutants are applied to a private copy of the tree,
-never to the checkout.  `again` finds a mutant's statement by its text; where the statement is gone, a new mutant of
-the same room takes its place.  Five operators make mutants; what speaks to people (log lines, texts of errors,
-`__repr__`) is left alone:
+never to the checkout.  `again` finds a mutant by its statement without receivers, also in another function or file;
+else it is ``gone``.  Five operators make mutants; what speaks to people (log lines, texts of errors, `__repr__`) is
+left alone:
 
 - *condition*: a comparison or a test is turned round, moved to its boundary, or has `and` and `or` exchanged
 - *drop call*: a statement that calls something does nothing
@@ -25,7 +25,6 @@ the same room takes its place.  Five operators make mutants; what speaks to peop
 import argparse
 import ast
 import contextlib
-import difflib
 import functools
 import json
 import os
@@ -42,7 +41,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +71,8 @@ class Mutant:
     occurrence: int  # among equal statements of the function
     site: int  # among the sites of this operator in the statement
     replacement: str
-    near: str  # the statements before and after, without receivers
     outcome: str = ""  # killed, timeout, survived, gone, unreached, error
     by: str = ""  # the test that failed
-    how: str = ""  # how `again` found it
 
     @property
     def room(self) -> str:
@@ -100,21 +97,6 @@ class Site(Mutant):
         return Mutant(*(getattr(self, name) for name in Mutant.__dataclass_fields__))
 
 
-@functools.cache
-def bare(statement: str) -> str:
-    """Return *statement* without receivers of attributes and without leading underscores."""
-    try:
-        tree = ast.parse(statement + " pass" if statement.endswith(":") else statement)
-    except SyntaxError:  # match, for which a pass is not enough
-        return statement
-
-    class Strip(ast.NodeTransformer):
-        def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-            return ast.Name(node.attr.lstrip("_"))
-
-    return ast.unparse(Strip().visit(tree))
-
-
 def sites(file: str, source: str) -> tuple[ast.Module, list[Site]]:
     """Return the tree of *source*, and every change of it that an operator makes."""
     tree = ast.parse(source)
@@ -124,14 +106,12 @@ def sites(file: str, source: str) -> tuple[ast.Module, list[Site]]:
         for body, index in _places(node.body):
             statement = body[index]
             text = _text(statement)
-            around = [body[i] for i in (index - 1, index + 1) if 0 <= i < len(body) and not _is_docstring(body[i])]
-            near = " | ".join(bare(_text(other))[:60] for other in around)
             numbers: Counter[str] = Counter()
             for operator, shown, replacement, apply in _changes(body, index):
                 whole = shown or text
                 result.append(
                     Site(
-                        file, function, operator, whole, seen[text], numbers[operator], replacement, near,
+                        file, function, operator, whole, seen[text], numbers[operator], replacement,
                         lines=_lines(statement), apply=apply,
                     )
                 )  # fmt: skip
@@ -162,10 +142,6 @@ def _places(body: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], int]]:
             yield from _places(getattr(statement, name, []))
         for part in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ())):
             yield from _places(part.body)
-
-
-def _is_docstring(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def _text(statement: ast.stmt) -> str:
@@ -262,49 +238,18 @@ def everything(rooms: tuple[str, ...]) -> list[Site]:
     return [site for p in files for site in sites(p.relative_to(ROOT).as_posix(), p.read_text(encoding="utf-8"))[1]]
 
 
-def locate(mutant: Mutant, candidates: list[Site]) -> tuple[Site | None, str]:
-    """Return the site of *mutant* among the *candidates*, and how it was found; None if its statement is gone."""
-    last = mutant.function.rpartition(".")[2].lstrip("_")
-    text, plain = mutant.statement, bare(mutant.statement)
-    same = [s for s in candidates if s.operator == mutant.operator and s.site == mutant.site]
-    named = [s for s in same if s.function.rpartition(".")[2].lstrip("_") == last]
-    housed = [s for s in same if s.room == mutant.room]
-    tiers: dict[str, Callable[[], list[Site]]] = {
-        "same": lambda: [s for s in named if s.function == mutant.function and s.statement == text],
-        "function": lambda: _alike(mutant, [s for s in named if s.statement == text], 0.3),
-        "bare function": lambda: _alike(mutant, [s for s in named if bare(s.statement) == plain], 0.3),
-        "text": lambda: _alike(mutant, [s for s in same if s.statement == text]),
-        "bare": lambda: _alike(mutant, [s for s in same if bare(s.statement) == plain] + _calls(plain, housed)),
-        "like": lambda: [s for s in named if _ratio(bare(s.statement), plain) >= 0.75],
-        "call": lambda: _alike(mutant, _calls(plain, named), 0.3),
-        "like text": lambda: [s for s in same if len(plain) > 40 and _ratio(bare(s.statement), plain) >= 0.85],
-    }
+def locate(mutant: Mutant, candidates: list[Site]) -> Site | None:
+    """Return the site of *mutant* among the *candidates*, the likeliest with its statement; None if that is gone."""
 
-    def likeness(site: Site) -> tuple[bool, bool, float, bool]:
-        likely = _ratio(site.near, mutant.near) + _ratio(bare(site.statement), plain)
-        file, function = site.file == mutant.file, site.function == mutant.function
-        return file, function, likely, site.occurrence == mutant.occurrence
+    def likeness(site: Site) -> tuple[bool, bool, bool, bool]:
+        same_name = site.function.rpartition(".")[2] == mutant.function.rpartition(".")[2]
+        return site.key == mutant.key, site.file == mutant.file, same_name, site.occurrence == mutant.occurrence
 
-    for how, places in tiers.items():
-        if options := places():
-            exact = [s for s in options if s.key == mutant.key]
-            return (exact or [max(options, key=likeness)])[0], how
-    return None, "gone"
+    def what(one: Mutant) -> tuple[str, str, int]:
+        return one.operator, re.sub(r"\b(?:\w+\.)+_?|\b_(?=\w)", "", one.statement), one.site
 
-
-def _calls(statement: str, options: list[Site]) -> list[Site]:
-    options = [s for s in options if s.operator in ("drop call", "skip release")]
-    return [s for s in options if bare(s.statement).partition("(")[0] == statement.partition("(")[0]]
-
-
-def _ratio(one: str, two: str) -> float:
-    return difflib.SequenceMatcher(None, one, two).ratio()
-
-
-def _alike(mutant: Mutant, options: list[Site], least: float = 0.5) -> list[Site]:
-    if len(options) == 1 and len(bare(mutant.statement)) > 40:
-        return options
-    return [s for s in options if _ratio(s.near, mutant.near) >= least]
+    wanted = what(mutant)
+    return max((site for site in candidates if what(site) == wanted), key=likeness, default=None)
 
 
 ROOMS = ("pdsim/kv", "pdsim/serving", "pdsim/sim")
@@ -533,38 +478,16 @@ def run(work: list[tuple[Mutant, Site | None]], known: Cover, journal: Path, wor
 
 
 def again(earlier: list[Mutant], known: Cover, args: argparse.Namespace) -> None:
-    """Try mutants of *earlier* in the present source, and new ones in the place of gone ones."""
-    earlier = [m for m in earlier if m.outcome in args.outcomes and m.room in args.rooms]
-    pool, whole = everything(ROOMS), None
-    work: list[tuple[Mutant, Site | None]] = []
-    homes: dict[str, Counter[str]] = defaultdict(Counter)
-    for mutant in earlier:
-        site, how = locate(mutant, pool)
-        if site is None:
-            whole = everything(("pdsim",)) if whole is None else whole
-            site, how = locate(mutant, whole)
-        work.append((mutant, site))
-        mutant.how = how if site is None else f"{how}: {site.file} {site.function} [{site.occurrence}]"
-        if site is not None:
-            homes[mutant.file][site.file] += 1
-    run(work, known, args.folder / "again.jsonl", args.workers, args.budget)
-    new: list[tuple[Mutant, Site | None]] = []
-    taken = {site.key for _, site in work if site is not None}
-    for mutant, site in work:
-        if site is None:
-            home = homes[mutant.file].most_common(1)
-            near = [s for s in pool if s.operator == mutant.operator and s.key not in taken and known.tests(s)]
-            near = [s for s in near if home and s.file == home[0][0]] or [s for s in near if s.room == mutant.room]
-            if near:
-                drawn = random.Random(str(mutant.key)).choice(near)
-                taken.add(drawn.key)
-                new.append((drawn.mutant(), drawn))
-    run(new, known, args.folder / "again_new.jsonl", args.workers, args.budget)
+    """Try mutants of *earlier* in the present source."""
+    pool = everything(("pdsim",))
+    some = [m for m in earlier if m.outcome in args.outcomes and m.room in args.rooms]
+    run([(m, locate(m, pool)) for m in some], known, args.folder / "again.jsonl", args.workers, args.budget)
 
 
 def load(path: Path) -> list[Mutant]:
     """Return the mutants of a record or a journal."""
-    return [Mutant(**json.loads(line.rstrip(",\n"))) for line in path.read_text().splitlines() if line[:2] == '{"']
+    rows = (json.loads(line.rstrip(",\n")) for line in path.read_text().splitlines() if line[:2] == '{"')
+    return [Mutant(**{each.name: row[each.name] for each in fields(Mutant) if each.name in row}) for row in rows]
 
 
 def save(mutants: list[Mutant], path: Path) -> None:
