@@ -37,18 +37,10 @@ def linear(unit: float) -> Space:
 
 
 class Solution(NamedTuple):
-    """The fitted *values*, the *cost* there, and the *jacobian* of the residuals, shape (sample, parameter)."""
+    """The fitted *values*, and the *cost* there."""
 
     values: Values
     cost: float
-    jacobian: Floats
-
-    def spread(self) -> dict[str, float]:
-        """Return the standard error of each parameter as it moves, by linear least squares at the solution."""
-        samples, parameters = self.jacobian.shape
-        variance = 2.0 * self.cost / (samples - parameters)
-        errors = np.sqrt(np.diag(np.linalg.pinv(self.jacobian.T @ self.jacobian)) * variance)
-        return dict(zip(self.values, map(float, errors), strict=True))
 
 
 def robust_fit(
@@ -60,13 +52,11 @@ def robust_fit(
     spaces: Mapping[str, Space] | None = None,
     bounds: Mapping[str, tuple[float, float]] | None = None,
     reach: float = math.inf,
-    step: float | None = None,
 ) -> Solution:
     """Return the values that bring *predicted* nearest to *measured*, searched from *start*.
 
     From a relative error of *scale* on a measurement counts less.  Parameters move as logarithms unless *spaces* say
-    otherwise, within their *bounds*, all others within *reach* of where they start, as they move.  *step* is the
-    solver's relative step, for predictions that are rough.  Needs SciPy.
+    otherwise, within their *bounds*, all others within *reach* of where they start, as they move.  Needs SciPy.
     """
     from scipy.optimize import least_squares
 
@@ -85,8 +75,8 @@ def robust_fit(
         logs: Floats = np.log(np.asarray(predicted(values(point))) / seconds)
         return logs
 
-    best = least_squares(residuals, first, loss="soft_l1", f_scale=scale, bounds=(low, high), diff_step=step)
-    return Solution(values(best.x), float(best.cost), best.jac)
+    best = least_squares(residuals, first, loss="soft_l1", f_scale=scale, bounds=(low, high))
+    return Solution(values(best.x), float(best.cost))
 
 
 def bootstrap(fitted: Callable[[np.random.Generator], Any], resamples: int, seed: int) -> tuple[Floats, Floats]:
