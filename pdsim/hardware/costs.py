@@ -121,7 +121,8 @@ class EngineModel:
     posted, and ends no earlier than the last one's bytes can after its posting. The transfer is complete *latency*
     after both have ended.  (A sum for Mooncake's NVLink transport, a maximum for UCX and verbs: LogGP with g =
     *descriptor*.)  *in_order*, descriptors hold up the copies of the GPU that posts and no link that others share,
-    and a rank's one thread is busy for *latency* too, for it asks for the end (4 x H100, `data/validation`).
+    and a rank's one thread is busy for *latency* too, for it asks for the end (4 x H100, `data/validation`).  NIXL's
+    progress thread leaves a stream less than its *rate*, and the rest to other streams (`OptionCosts.rate`).
 
     A read takes *read* longer than a write, and each of its descriptors *read_descriptor* longer on the wire: what
     asking for the bytes costs, once and every time.  It has at most *read_rate*.
@@ -138,6 +139,8 @@ class EngineModel:
     overlap: bool
     latency: Seconds
     rate: Annotated[Rate, "> 0"] = math.inf  # of one transfer
+    # of a copy with *streams*, after which its stream rests until it has had no more than *rate*; 0: no rest
+    copy_rate: Rate = 0.0
     line: Rate = 0.0  # of the hardware that the rates were found on; 0: they do not depend on it
     wire_descriptor: Seconds = 0.0
     read: Seconds = 0.0  # latency of a read beyond that of a write
@@ -172,6 +175,7 @@ class EngineModel:
             self,
             line=line,
             rate=self.rate * share,
+            copy_rate=self.copy_rate * share,
             read_rate=self.read_rate * share,
             queue_rate=self.queue_rate * share,
         )
@@ -197,6 +201,7 @@ class EngineModel:
             latency=self.latency + costs.latency,
             descriptor=self.descriptor + costs.descriptor,
             rate=self.rate * costs.rate,
+            copy_rate=self.rate if self.streams and costs.rate < 1.0 else self.copy_rate,
             read_rate=self.read_rate * costs.rate,
             queue_rate=self.queue_rate * costs.rate,
             workers=costs.workers or self.workers,

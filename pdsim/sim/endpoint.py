@@ -439,6 +439,8 @@ class SimEndpoint:
 
     def _record(self, posted: SimTransfer, error: TransferError | None) -> TransferRecord:
         now, posting, batch = self._hardware.now, posted.posting, posted.transfer.batch
+        if posting is not None and posting.called is not None:
+            posted.submitted = posting.called
         record = TransferRecord(
             self.engine,
             "write" if posted.write else "read",

@@ -379,7 +379,9 @@ class PostingThread:
 
     def __init__(self, share: PostingShare | None = None, threads: int = 1) -> None:
         self.share = share
-        self.free = 0.0  # when it has done everything that it was given, without *share*
+        self.threads = threads
+        # when it has done everything that it was given; with *share*, when it takes up what comes next
+        self.free = 0.0
         self.slowness = 1.0  # how many times as long as usual its work takes
         self.under_way = 0  # transfers, but those that are done in the call that posts them
         self.isolated: Any = None  # the `Posting` under way that shares nothing (`pdsim.sim.posting`)
@@ -469,10 +471,18 @@ class PostingShare:
             return
         self._advance()
         self._busy = [work for work in self._busy if work not in over]
-        following = [work.poster.next() for work in over]
         for work in over:
             work.done(work.tag)
-        self.take([work for work in following if work is not None])
+        self._go_on([work.poster for work in over])
+
+    def _go_on(self, posters: list[PostingThread]) -> None:
+        following = []
+        for poster in posters:
+            if poster.free > self._clock.now:
+                self._clock.call_at(poster.free, self._go_on, [poster])
+            elif (work := poster.next()) is not None:
+                following.append(work)
+        self.take(following)
 
 
 class Deadlines:

@@ -396,8 +396,9 @@ class CopyEngine:
     *streams*, one for each peer, it stays with one until that is empty (`data/benchmarks/crossing-4xh200.parquet`).
 
     Ranks are processes, which have it in turns of at most `Gpu.slice` seconds, even in the middle of a copy
-    (`data/benchmarks/field-crossing-2xh200.csv`); with 0 their copies go on side by side, and so do those that leave
-    room on the links, as NIXL's with its thread (`data/benchmarks/transfers-4xh100.parquet`).  On one stream the
+    (`data/benchmarks/field-crossing-2xh200.csv`); with 0 their copies go on side by side.  Streams that rest after
+    each copy, as NIXL's with its thread, fill each other's rests: one process reaches 0.69 of a port to one GPU, all
+    of it to two or beside another process (`data/benchmarks/transfers-4xh100.parquet`).  On one stream the
     descriptors of a transfer take their time when the copies before it have ended, and an end is seen when the
     stream is idle (`data/benchmarks/transfers-4xh100.parquet`).  Copies *within* a GPU are kernels: they have an
     engine of their own, and wait `Gpu.process_switch` when the turn is another process'.
@@ -423,23 +424,25 @@ class CopyEngine:
             self._idle_after, self._idle_wake, self._slice = gpu.idle_after, gpu.idle_wake, gpu.slice
             self._switch = gpu.process_switch if within else 0.0
         self.idle = clock.now  # since when, or when it will be awake
-        self.busy: dict[PostingThread, Posting] = {}
-        self._ended: dict[PostingThread, float] = {}  # when the last copy of each was
-        self._waiting: dict[PostingThread, deque[Posting]] = {}
-        self.unseen: dict[PostingThread, list[Posting]] = {}  # what ended while more was on the stream
+        self.busy: dict[Any, Posting] = {}  # by stream, `WireStage.stream`, as the next three
+        self._ended: dict[Any, float] = {}  # when the last copy of each was
+        self._waiting: dict[Any, deque[Posting]] = {}
+        self.unseen: dict[Any, list[Posting]] = {}  # what ended while more was on the stream
         self._owner: PostingThread | None = None  # of the engine, since `_since`
         self._last: PostingThread | None = None  # who had it before
         self._since = 0.0
         self._over = False  # whether its slice is, and others wait
         self._number = 0  # of the owner's turn: an alarm of an earlier one says nothing
         self._served: Any = None  # what of the owner's is on the wire
+        self._carried: dict[PostingThread, Posting] = {}  # of streams that rest after each copy
+        self._ready: dict[PostingThread, deque[Posting]] = {}  # copies of other such streams
         self._stalled: dict[PostingThread, Posting] = {}  # in the order in which they get their turns
 
     def take(self, posting: Posting) -> None:
-        """Call `SendQueue.carry` when the turn of *posting* has come among those of its posting thread."""
-        poster = posting.queue.poster
-        if poster in self.busy:
-            self._waiting.setdefault(poster, deque()).append(posting)
+        """Call `SendQueue.carry` when the turn of *posting* has come among those of its stream."""
+        stream = posting.wire.stream
+        if stream in self.busy:
+            self._waiting.setdefault(stream, deque()).append(posting)
         else:
             self._begin(posting)
 
@@ -447,11 +450,11 @@ class CopyEngine:
         now = self._clock.now
         if not self.busy and now - self.idle > self._idle_after:
             self.idle = now + self._idle_wake
-        poster = posting.queue.poster
-        self.busy[poster] = posting
+        stream = posting.wire.stream
+        self.busy[stream] = posting
         at = self.idle if self._draws is None else max(now, self.idle) + self._draws.copy()
         if posting.work:
-            at = max(at, self._ended.get(poster, 0.0) + posting.work)
+            at = max(at, self._ended.get(stream, 0.0) + posting.work)
         if at > now:
             self._clock.call_at(at, posting.queue.carry, posting)
         else:
@@ -462,15 +465,15 @@ class CopyEngine:
         if self.busy or len(self.posters) > 1 or self._draws is not None:
             return None
         at = begin + self._idle_wake if begin - self.idle > self._idle_after else max(begin, self.idle)
-        return max(at, self._ended.get(posting.queue.poster, 0.0) + posting.work) if posting.work else at
+        return max(at, self._ended.get(posting.wire.stream, 0.0) + posting.work) if posting.work else at
 
     def resume(self, posting: Posting, on: float) -> None:
         """Serve *posting* from now on, which is on the wire at the time *on*, or has been since."""
-        self.busy[posting.queue.poster], self.idle = posting, max(self.idle, on)
+        self.busy[posting.wire.stream], self.idle = posting, max(self.idle, on)
 
     def served(self, posting: Posting, ended: float) -> None:
         """Take note that *posting*, which was the only one, has *ended*."""
-        self._ended[posting.queue.poster] = ended
+        self._ended[posting.wire.stream] = ended
         self.idle = max(self.idle, ended)
 
     def sleeps_before(self, at: float, pause: float) -> bool:
@@ -489,16 +492,16 @@ class CopyEngine:
         return (self.idle, self._idle_after, self._idle_wake) if known and self._idle_wake else None
 
     def leave(self, posting: Posting) -> None:
-        """Go on to the next of its posting thread, if it was *posting* that was carried."""
-        poster, wire, at = posting.queue.poster, posting.wire, 0
-        if self.busy.get(poster) is not posting:
+        """Go on to the next of its stream, if it was *posting* that was carried."""
+        poster, wire, stream, at = posting.queue.poster, posting.wire, posting.wire.stream, 0
+        if self.busy.get(stream) is not posting:
             return
-        del self.busy[poster]
-        self._ended[poster] = self._clock.now
+        del self.busy[stream]
+        self._ended[stream] = self._clock.now
         if self._stalled.get(poster) is posting:
             del self._stalled[poster]
         self.idle = max(self.idle, self._clock.now)
-        waiting = self._waiting.get(poster)
+        waiting = self._waiting.get(stream)
         while waiting:
             if self._streams:
                 at = next((index for index, other in enumerate(waiting) if other.wire is wire), 0)
@@ -507,7 +510,7 @@ class CopyEngine:
             if not following.aborted:
                 self._begin(following)
                 return
-        for other in self.unseen.pop(poster, ()):
+        for other in self.unseen.pop(stream, ()):
             self._clock.call_at(self._clock.now + other.wire.latency, other.queue.finish, other)
 
     # --- turns of ranks ---
@@ -518,10 +521,15 @@ class CopyEngine:
 
     def start(self, posting: Posting) -> None:
         """Put *posting* on the wire, now or in the turn of its rank."""
-        if not self.shared or posting.wire.leaves_room:
+        poster = posting.queue.poster
+        if posting.wire.stream is not poster:
+            if poster in self._carried:
+                self._ready.setdefault(poster, deque()).append(posting)
+                return
+            self._carried[poster] = posting
+        if not self.shared:
             posting.queue.start(posting)
             return
-        poster = posting.queue.poster
         if self._owner is None:
             self._own(poster)
         if self._owner is poster and not self._over:
@@ -533,9 +541,17 @@ class CopyEngine:
 
     def rest(self, posting: Posting) -> None:
         """Give the engine to the next rank, *posting* being off the wire, unless its own goes on at once."""
+        poster = posting.queue.poster
+        if self._carried.get(poster) is posting:
+            del self._carried[poster]
+            ready = self._ready.get(poster)
+            while ready and poster not in self._carried:
+                following = ready.popleft()
+                if not following.aborted:
+                    self.start(following)
         if self._served is posting:
             self._served = None
-        if self._owner is posting.queue.poster and self._served is None:
+        if self._owner is poster and self._served is None:
             self._pass()
 
     def _own(self, poster: PostingThread) -> None:

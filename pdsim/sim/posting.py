@@ -41,9 +41,6 @@ FIRST = 0.125
 37 x 12 KiB are, 37 x 96 KiB not (`data/benchmarks/transfers-4xh100.parquet`)."""
 
 
-FULL = 0.9
-"""Share of the links' rate from which on a transfer leaves no room for those of other processes (assumed)."""
-
 Plan = tuple[float, float, float, float, float, float]
 """When its turn comes, it is on the wire, off it, off the copy engine, and complete; and bytes/s on the wire."""
 
@@ -53,7 +50,7 @@ class Posting:
 
     # no dataclass: compiled, it would look up the types of modules that are not loaded yet
     __slots__ = (
-        *("aborted", "at_first", "at_once", "carried", "descriptors", "done", "flow", "held"),
+        *("aborted", "at_first", "at_once", "called", "carried", "descriptors", "done", "flow", "held"),
         *("least", "left", "nbytes", "plan", "posted", "queue", "tag", "wire", "work"),
     )
 
@@ -76,6 +73,7 @@ class Posting:
         self.held = held
         self.left = nbytes + descriptors * wire.occupancy if queue.copier is None else nbytes  # bytes for the wire
         self.posted: float | None = None  # when posting ends or has ended; None while it waits for room
+        self.called: float | None = None  # when its thread takes it up, where that is not known before
         self.work = 0.0  # seconds that its descriptors take of the stream that all copies of the rank share
         self.least = 0.0  # when its bytes are there at the earliest
         self.flow: Flow | None = None
@@ -93,7 +91,8 @@ class WireStage:
         self.path = path
         self.latency = latency  # from the end of posting and wire to completion
         self.rate = rate  # of a transfer that is alone, and no fault on the way
-        self.leaves_room = False  # on the links, for transfers of others
+        self.stream: Any = None  # of copies, which follow each other
+        self.rest = 0.0  # of the stream after a copy, seconds for each byte
         self.occupancy = occupancy  # bytes that each descriptor keeps it from carrying
         self.streams: Streams | None = None  # of TCP, where the way takes time
 
@@ -116,6 +115,7 @@ class SendQueue:
         name: str,
         copier: CopyEngine | None = None,
         draws: Draws | None = None,
+        target: str = "",
     ) -> None:
         self.name = name
         self.model = model
@@ -126,7 +126,7 @@ class SendQueue:
         self._small, self._fresh = model.small, model.fresh_descriptor
         self.copier = copier
         # between GPUs the thread that posts asks for the end too; where both overlap, within the call
-        self.blocks = copier is not None and poster.share is None
+        self.blocks = copier is not None and poster.threads == 1
         self._asks = self.blocks and not model.overlap
         self._one_stream = self._asks and model.one_stream
         self._draws = draws
@@ -139,18 +139,21 @@ class SendQueue:
         queues: tuple[Link, ...] = ()
         if isfinite(model.queue_rate):
             queues = (network.link(f"{name}/queues", model.queues * model.queue_rate),)
-        self._outward = self._way(outward, queues, read=False)
-        self._inward = self._way(inward, queues, read=True)
+        self._outward = self._way(outward, queues, target, read=False)
+        self._inward = self._way(inward, queues, target, read=True)
 
-    def _way(self, route: Route, queues: tuple[Link, ...], *, read: bool) -> WireStage:
+    def _way(self, route: Route, queues: tuple[Link, ...], target: str, *, read: bool) -> WireStage:
         model = self.model
         # within a GPU there is no cap, for the rates are those of links to other GPUs
-        cap = inf if self.copier is not None and self.copier.within else model.fastest(read=read)
+        fastest = cap = inf if self.copier is not None and self.copier.within else model.fastest(read=read)
+        if self.copier is not None and model.copy_rate > cap:
+            cap = model.copy_rate
         path = self._network.path((*route.links, *queues), cap)
         narrowest = min((link.nominal / path.links.count(link) for link in path.links), default=inf)
-        latency, rate = model.latency + route.latency + read * model.read, min(cap, narrowest)
+        latency, rate = model.latency + route.latency + read * model.read, min(fastest, narrowest)
         stage = WireStage(path, latency, rate, model.wire_overhead(narrowest, read=read))
-        stage.leaves_room = rate < FULL * narrowest
+        stage.rest = 1.0 / rate - 1.0 / min(cap, narrowest)
+        stage.stream = (self.poster, target) if stage.rest else self.poster
         if route.chain is not None:
             answer = model.lanes * model.descriptor  # the engine's own latency is that of the last one only
             stage.streams = route.chain.streams(route.latency, answer, rate, model.lanes)
@@ -234,7 +237,7 @@ class SendQueue:
             if self.copier is None or asked > now:
                 self._clock.call_at(asked, self.begin, posting)
             else:
-                self.copier.busy[self.poster], self.copier.idle = posting, begin
+                self.copier.busy[self._outward.stream], self.copier.idle = posting, begin
                 self._clock.call_at(begin, self.carry, posting)
             return posting
         else:
@@ -242,7 +245,7 @@ class SendQueue:
         if self.copier is not None:
             ended = max(end, posted)
             if flow is not None or ended > now:
-                self.copier.busy[self.poster] = posting
+                self.copier.busy[self._outward.stream] = posting
             if flow is None and ended > now:
                 self._clock.call_at(ended, self.copier.leave, posting)
         return posting
@@ -308,6 +311,8 @@ class SendQueue:
         self.outstanding += descriptors
         early = self._enter(posting) - max(0, descriptors - self._most) * self._fresh
         self._most = max(self._most, descriptors)
+        if self._one_stream:
+            posting.at_first = posting.nbytes <= FIRST * posting.wire.latency * posting.wire.rate
         if poster.share is not None:
             work = (self.model.posting(descriptors) - early) * poster.slowness
             posting.posted = inf
@@ -321,7 +326,6 @@ class SendQueue:
         posting.posted = start + work
         if self._one_stream:
             posting.work = work
-            posting.at_first = posting.nbytes <= FIRST * posting.wire.latency * posting.wire.rate
         poster.free = posting.posted + self._polls(posting)
         begin = start if self._overlap else posting.posted
         if self._pipelined:
@@ -350,12 +354,17 @@ class SendQueue:
         return early
 
     def _on_taken(self, posting: Posting) -> None:
+        now = self._clock.now
+        posting.called = now if self.blocks else None
         if self._overlap:
             first = self.model.posting(1) * self.poster.slowness if self._pipelined else 0.0
-            self._clock.call_at(self._clock.now + first, self.begin, posting)
+            self._clock.call_at(now + first, self.begin, posting)
 
     def _on_posted(self, posting: Posting) -> None:
-        posting.posted = self._clock.now
+        posting.posted = now = self._clock.now
+        self.poster.free = now + self._polls(posting)
+        if self._one_stream and posting.called is not None:
+            posting.work = now - posting.called
         if not self._overlap:
             self.begin(posting)
         elif posting.carried and not posting.aborted:
@@ -380,15 +389,17 @@ class SendQueue:
         if self.copier is None:
             self.start(posting)
             return
-        if wire.occupancy:  # descriptors hold up this GPU's copies, not the links that others share with it
-            held = posting.descriptors * wire.occupancy
-            posting.least = self._clock.now + (posting.left + held) / wire.rate
+        if wire.occupancy and self.copier.shared and not wire.rest:  # nor do they let another process copy meanwhile
+            posting.left += posting.descriptors * wire.occupancy
         self.copier.start(posting)
 
     def start(self, posting: Posting, left: float = -1.0) -> None:
         """Put what is *left* of *posting*, by default all that was when it began, on the wire."""
-        size = posting.left if left < 0.0 else left
-        posting.flow = self._network.start(posting.wire.path, size, self._on_carried, posting)
+        size, wire = posting.left if left < 0.0 else left, posting.wire
+        if wire.occupancy and self.copier is not None and not posting.least and posting.left == posting.nbytes:
+            # descriptors hold up this GPU's copies, not the links that others share with it
+            posting.least = self._clock.now + (size + posting.descriptors * wire.occupancy) / wire.rate
+        posting.flow = self._network.start(wire.path, size, self._on_carried, posting)
 
     def stop(self, posting: Posting) -> float:
         assert posting.flow is not None
@@ -422,9 +433,10 @@ class SendQueue:
         assert ready is not None
         if self._pipelined:  # and how long the last descriptor takes on the wire, alone
             ready += (posting.nbytes / posting.descriptors + wire.occupancy) / wire.rate
-        ended = max(off, ready, posting.least)
+        ended = max(off + posting.nbytes * wire.rest, ready, posting.least)
         # rounded, what is saved may be more than the latency
-        return ended, max(ended, ended + wire.latency + posting.held)
+        over = max(ended, ended + wire.latency + posting.held)
+        return over if wire.rest else ended, over  # such a stream waits for its host
 
     def reported(self, posting: Posting, over: float) -> float:
         """Return when the end of *posting*, complete at the time *over*, is found if its thread posts no more."""
@@ -437,6 +449,8 @@ class SendQueue:
         free = self.poster.free
         if not self._asks or posting.at_once or posting.at_first:
             self.finish(posting)
+        elif self.poster.share is not None:
+            self.poster.post(0.0, _nobody, self.ask, posting)
         elif free > self._clock.now:
             self._clock.call_at(free, self.ask, posting)
         else:
@@ -530,7 +544,7 @@ class Fabric:
             )
             copier = self._copiers.setdefault(here.name + "/within" * within, made)
             copier.posters.add(poster)
-        queue = SendQueue(self.network, poster, model, *routes, name, copier, self.draws)
+        queue = SendQueue(self.network, poster, model, *routes, name, copier, self.draws, there.name)
         if copier is not None:
             self.network.isolated.cut()
         if model.path == "rdma":

@@ -306,21 +306,22 @@ class Crossing:
     With *apart*, each lane ("ac", "ad") is of a process of its own.
     """
 
-    def __init__(self, apart=False, streams=False, within=False, draws=None, gpu=None, **changes):
+    def __init__(self, apart=False, streams=False, within=False, draws=None, gpu=None, share=False, **changes):
         self.clock = Clock()
         self.network = Network(self.clock)
         self.log, self.lanes = [], {}
-        model = cost(**({"call": 0.0, "descriptor": 0.0, "latency": 0.0, "in_order": True} | changes))
+        changes = {"call": 0.0, "descriptor": 0.0, "latency": 0.0, "in_order": True, "streams": streams} | changes
+        model = cost(**changes)
         ports = {name: self.network.link(name, 100.0) for name in "abcde"}
         for source in "abe":
-            poster = PostingThread()
+            poster = PostingThread(PostingShare(self.clock, 1.0, 0.5) if share else None)
             device = replace(machine().gpu, **(gpu or {}))
             copier = CopyEngine(self.clock, device, draws, streams=streams, within=within)
             for sink in "cd":
                 way, back = Route((ports[source], ports[sink]), 0.0), Route((ports[sink], ports[source]), 0.0)
                 name, poster = source + sink, PostingThread() if apart else poster
                 copier.posters.add(poster)
-                self.lanes[name] = SendQueue(self.network, poster, model, way, back, name, copier, draws)
+                self.lanes[name] = SendQueue(self.network, poster, model, way, back, name, copier, draws, sink)
 
     def post(self, names, nbytes=100):
         return [self.lanes[name].post(nbytes, 1, False, self.done, name) for name in names.split()]
@@ -349,6 +350,7 @@ SLEEPY = {"gpu": {"idle_after": 2.0, "idle_wake": 0.5}}
 SWITCH = {**turns(process_switch=0.25), "within": True}
 HOST = {"descriptor": 1.0, "latency": 0.5}
 ONE_STREAM = {"one_stream": True}
+RESTS = {"streams": True, "rate": 50.0, "copy_rate": 100.0, "overlap": True}
 COPIES = {
     "one at a time": ({}, [(0, "ac ad")], "1.0 ac 2.0 ad"),
     "one port of two": ({}, [(0, "ac ad bc bd")], "2.0 ac 2.0 bc 4.0 ad 4.0 bd"),
@@ -382,6 +384,11 @@ COPIES = {
     "an end is found after the post that follows": (HOST, [(0, "ac ad")], "3.0 ac 4.0 ad"),
     "with overlap within the call": ({**HOST, "overlap": True}, [(0, "ac ad")], "1.5 ac 3.0 ad"),
     "descriptors hold up the GPU that posts": ({"wire_descriptor": 0.5}, [(0, "ac ad")], "1.5 ac 3.0 ad"),
+    "and other processes there": (turns() | {"wire_descriptor": 0.5}, [(0, "ac ad")], "1.5 ac 3.0 ad"),
+    "a stream that rests after each copy": (RESTS, [(0, "ac ac")], "2.0 ac 4.0 ac"),
+    "until its host has seen the end": ({**RESTS, "latency": 0.5}, [(0, "ac"), (1.5, "ac")], "2.5 ac 5.0 ac"),
+    "another stream while one rests": (RESTS, [(0, "ac ad ac ad")], "2.0 ac 3.0 ad 4.0 ac 5.0 ad"),
+    "another process while one rests": (turns() | RESTS, [(0, "ac ad ac ad")], "2.0 ac 3.0 ad 4.0 ac 5.0 ad"),
     "not the port of their sink": ({"wire_descriptor": 0.5}, [(0, "ac bc")], "2.0 ac 2.0 bc"),
     "waking beside the posting": ({**SLEEPY, "overlap": True, "descriptor": 2.0}, [(4.0, "ac")], "6.0 ac"),
 }
@@ -393,7 +400,14 @@ def test_a_copy_engine_carries(how, posts, expected):
     assert Crossing(**how).play(posts) == list(zip(map(float, words[::2]), words[1::2], strict=True))
 
 
+@pytest.mark.parametrize("how", [HOST, {**HOST, "overlap": True}, {**HOST, "one_stream": True}])
+def test_a_thread_alone_on_its_gpu_posts_as_without_a_share(how):
+    posts = [(0, "ac ad ac"), (2.25, "ad"), (9.0, "ac")]
+    assert sorted(Crossing(share=True, **how).play(posts)) == sorted(Crossing(**how).play(posts))
+
+
 ABORTS = {
+    "a stream that rests": (RESTS, [(0, "ac ad ac")], [(1.5, "ac"), (1.75, "ad")], [(3.75, "ac")]),
     "what it carries and what waits": ({}, [(0, "ac ad"), (0.25, "ac")], [(0.5, "ad"), (0.5, "ac")], [(1.5, "ac")]),
     "what it wakes up for": (SLEEPY, [(4.0, "ac ad")], [(4.25, "ac")], [(5.5, "ad")]),
     "before the switch is over": (SWITCH, [(0, "ac ad"), (2.0, "ac")], [(1.125, "ad")], [(1.0, "ac"), (3.25, "ac")]),
