@@ -37,7 +37,7 @@ class Measured(NamedTuple):
 
 
 def measured() -> Iterator[Measured]:
-    """Yield what this host takes for each."""
+    """Yield each measurement of this host."""
     yield Measured("scheduler step, 64 requests", _repeated(_step()))
     yield Measured("system call", _repeated(_of_many(os.getppid)))
     gpu = "small copy, GPU" if gpu_count() else "small copy, memory"

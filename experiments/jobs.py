@@ -99,7 +99,7 @@ Part = TypeVar("Part", bound=tuple[Any, ...])
 
 
 class Parts(Generic[Part]):
-    """What *path* keeps: tuples of *kind*, called *what*, by their first field.
+    """The tuples of *kind*, called *what*, that *path* keeps, by their first field.
 
     A file of JSON lines: *head* is the first and says what they are of, each other line is one.  Raise a
     `ConfigError` if the file is of another kind or of another *head*.  A last line that was cut short when a run was
@@ -134,7 +134,7 @@ class Parts(Generic[Part]):
             raise ConfigError(f"experiment.parts={path} does not keep {what}: {error}; name another file") from error
 
     def add(self, part: Part) -> None:
-        """Keep *part*, for good when this returns."""
+        """Keep *part*; it is in the file when this returns."""
         self.kept[part[0]] = part
         with self._path.open("ab") as file:
             file.write(msgspec.json.encode(part) + b"\n")

@@ -65,7 +65,7 @@ class ScorecardOptions(ExperimentOptions):
 
 
 class Server(NamedTuple):
-    """A measured configuration: the columns that say what was started."""
+    """A measured server: the columns that describe how it was started."""
 
     hardware: str
     framework: str
@@ -78,7 +78,7 @@ class Server(NamedTuple):
 
     @classmethod
     def of(cls, row: Mapping[str, str]) -> Server:
-        """Return that of *row*."""
+        """Return the server of *row*."""
         prefill, decode = (
             (
                 int(row[f"{side}_tp"]),
@@ -93,7 +93,7 @@ class Server(NamedTuple):
 
     @property
     def layout(self) -> str:
-        """How it is divided, as in the table."""
+        """Its parallelism, as in the table."""
         if self.disagg != "True":
             return f"tp{self.prefill[0]}"
         return "+".join(f"{workers}x{tp}" for tp, _, _, workers in (self.prefill, self.decode))

@@ -63,7 +63,7 @@ _CONTENTS = 1_000_000  # first block number of prompts, beyond those that traces
 
 @dataclass(frozen=True, kw_only=True)
 class ValidateLiveOptions(ExperimentOptions):
-    """What is run, and how far off it may be."""
+    """The points to measure, and the largest allowed errors."""
 
     name: str = "validate_live"
     lengths: tuple[PositiveInt, ...] = (128, 512, 2048, 8192)  # of the prompts of single requests, tokens

@@ -142,11 +142,11 @@ class Control:
         return line
 
     def welcome(self, name: str) -> None:
-        """Hear rank *name* again, which was started anew."""
+        """Accept messages of rank *name* again, after its restart."""
         self._inbox.welcome(name)
 
     def send(self, line: PeerLine, kind: bytes, *body: bytes) -> None:
-        """Send a note; one to a lost line goes nowhere.  Never waits."""
+        """Send a note without waiting; on a lost line it is dropped."""
         with contextlib.suppress(zmq.Again):
             line.socket.send_multipart([kind, self.card.token, line.card.token, *body], zmq.NOBLOCK)
 

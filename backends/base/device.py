@@ -137,7 +137,7 @@ class RealDevice(ABC):
         self._reclaim(own)
 
     def hold(self, buffer: RealBuffer) -> None:
-        """Keep *buffer*'s memory, freed or not, until as many calls of `release`."""
+        """Keep *buffer*'s memory, even if it is freed, until `release` was called as often."""
         buffer.holds += 1
 
     def release(self, buffer: RealBuffer) -> None:

@@ -232,7 +232,7 @@ class _KnownPeers:
         return state
 
     def void(self, name: str, epoch: int) -> None:
-        """Let rank *name* connect by no address up to *epoch* any more: it hears that all regions are withdrawn."""
+        """Refuse rank *name* with an address up to *epoch*: it is told that all regions are withdrawn."""
         self._void[name] = epoch
 
     def is_quiesced(self, name: str) -> bool:
@@ -255,7 +255,7 @@ class _KnownPeers:
             self._endpoint.control.send(line, _WITHDRAW, name.encode(), str(epoch).encode())
 
     def return_regions(self, state: PeerState) -> None:
-        """Return to *state*'s endpoint what it has withdrawn and nothing of ours moves in."""
+        """Return to *state*'s endpoint the withdrawn regions that no transfer of ours uses."""
         for name, epoch in tuple(state.owed):
             if not state.moving[name]:
                 state.owed.remove((name, epoch))
@@ -391,7 +391,7 @@ class RealEndpoint(ABC):
 
     @abstractmethod
     def unpin(self, entry: Entry) -> None:
-        """Undo `pin`, with nothing of this rank's moving over *entry* any more.
+        """Undo `pin`; no transfer of this rank uses *entry* any more.
 
         A peer may not have heard yet that the region is gone; the memory stays held until all have returned it.
         """
@@ -426,10 +426,10 @@ class RealEndpoint(ABC):
     # --- what some engines do otherwise ----------------------------------------------------------------------------
 
     def forget_region(self, peer: PeerState, region: str) -> None:  # noqa: B027 most engines keep nothing of it
-        """Give up what the engine keeps of *region*, which *peer* has withdrawn and nothing of ours moves in."""
+        """Drop what the engine keeps of *region*, which *peer* has withdrawn and no transfer of ours uses."""
 
     def inbound_drained(self) -> bool:
-        """Return whether it is proven that nothing that dead processes have sent is still to be taken in."""
+        """Return whether it is proven that no data of dead processes is still to be received."""
         return self.proves_quiescence and not half_open()
 
     def fileno(self) -> int | None:

@@ -65,7 +65,7 @@ class Library(ABC):
 
     @abstractmethod
     def poll(self, work: Any) -> float | None:
-        """Return None while *work* goes on, then the seconds that it took on the device, 0 if nobody knows.
+        """Return None while *work* goes on, then the seconds that it took on the device, 0 if unknown.
 
         Raise a `TransferError` if the work has failed; the group is broken then, and `abort` follows.
         """
@@ -79,14 +79,14 @@ class Library(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Have nothing move any more; on a thread of its own.
+        """Stop everything that moves; on a thread of its own.
 
         When it returns the buffers of the call are released; when it raises they stay held until the process ends.
         """
 
 
 def library(settings: Collective, device: Any) -> Library:
-    """Return what *settings* choose, for the memory of *device*.
+    """Return the library that *settings* choose for the memory of *device*.
 
     Raise `BackendUnavailable` if it is not installed, and a `ConfigError` if it cannot move that memory.
     """

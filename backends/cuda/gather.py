@@ -61,7 +61,7 @@ def copy_with_torch(source: Any, target: Any, batch: Batch) -> None:
 
 
 class Gather:
-    """Copies on GPU number *gpu*; `prepare` has the imports and the compilation of the first copy over."""
+    """Copies on GPU number *gpu*; `prepare` imports and compiles before the first copy."""
 
     def __init__(self, gpu: int) -> None:
         self.gpu = gpu

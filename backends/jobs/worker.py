@@ -88,7 +88,7 @@ class _Moves:
 
 
 def main() -> None:
-    """Become the rank that the supervisor describes; leave by `os._exit`, whose code no native library can spoil.
+    """Become the rank that the supervisor describes; end by `os._exit`, whose status no native library can change.
 
     Exit code 1 is a failure to start or to close.  The supervisor has the program's own errors in ``Done``.
     """

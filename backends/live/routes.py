@@ -42,7 +42,7 @@ class RequestRow:
 
 @dataclass
 class RequestRoute(ABC):
-    """The way of a request; serves many at a time, and keeps the account of load of its servers."""
+    """The servers that a request visits; serves many requests at a time and counts the load of each server."""
 
     form: Format
     policy: str  # "least_tokens" or "round_robin", among servers of one role

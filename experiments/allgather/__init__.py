@@ -58,7 +58,7 @@ class AllgatherOptions(ExperimentOptions):
 
 
 def check(config: Config) -> Iterator[str]:
-    """Yield what cannot be: more ranks than GPUs, no collectives or not their library, too small a pool or memory.
+    """Yield each problem: more ranks than GPUs, no collectives or library, too small a pool or memory.
 
     Memory is checked for the point that needs most of it: a source, a target and the reserved pool on one rank.
     """
@@ -89,7 +89,7 @@ def check(config: Config) -> Iterator[str]:
 
 
 def run(config: Config, target: Target, progress: ShowProgress) -> Result:
-    """Run every job and return the rows of its points.  Raise a `ConfigError` if `check` finds something."""
+    """Run every job and return the rows of its points.  Raise a `ConfigError` if `check` yields a problem."""
     refuse(check(config))
     assert config.collective is not None
     options = AllgatherOptions.of(config)
@@ -148,7 +148,7 @@ class GatherPoint(NamedTuple):
 
 @dataclass(frozen=True)
 class GatherRow:
-    """What one point gave."""
+    """The results of one point."""
 
     point: GatherPoint
     row: int  # bytes of a token
@@ -177,12 +177,12 @@ class GatherRow:
 
     @property
     def algorithmic(self) -> float | None:
-        """GB/s of the bytes that each rank has in the end, padding not counted."""
+        """GB/s of the bytes that each rank ends with, without padding."""
         return self.rate(sum(self.point.batch) * self.row or self.point.ranks * self.point.size)
 
     @property
     def bus(self) -> float | None:
-        """GB/s that each rank's port carried each way: as nccl-tests, padding counted."""
+        """GB/s of each rank's port in each direction, as in nccl-tests, with padding."""
         return self.rate(self.point.size * (self.point.ranks - 1))
 
 

@@ -27,7 +27,7 @@ def measure(
     warmup: int,
     verify: bool,
 ) -> Program:
-    """Measure *points*; with *pool* > 0 a symmetric pool of so many bytes is reserved before.
+    """Measure *points*; with *pool* > 0, first reserve a symmetric pool of *pool* bytes.
 
     Return, for each point, how many pieces or rows were checked and right, and how often and how long the pool grew.
     """

@@ -81,7 +81,7 @@ class _Searched(NamedTuple):
 
 @dataclass
 class _Work:
-    """The searches of a run: done by processes, or taken from a file of parts; what is left is shown."""
+    """The searches of a run, done by processes or read from a file of parts; progress is shown."""
 
     config: Config
     options: CapacityOptions
@@ -95,7 +95,7 @@ class _Work:
     resumed: int = 0
 
     def capacities(self, searches: Sequence[Search], left: int, text: str) -> list[Capacity]:
-        """Return the answers of *searches*, in order; *left* is about how many requests are simulated after them."""
+        """Return the answers of *searches*, in order; *left* estimates the requests simulated after them."""
         kept = self.parts.kept if self.parts else {}
         todo = [each for each in searches if each.key not in kept]
         options = self.options
@@ -184,7 +184,7 @@ def run(config: Config, _: Target, progress: ShowProgress) -> Result:
 
 
 def chosen(config: Config, metrics: Mapping[str, float | int | None]) -> Config:
-    """Return the serving run that a search of *config* with these *metrics* ended with: its requests are the same.
+    """Return the serving run of the best deployment of a search with these *metrics*, with the same requests.
 
     Raise a `ConfigError` if the search found no deployment at all.
     """

@@ -16,7 +16,7 @@ from pdsim.results.record import Metric, Table, pareto
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """Copies of a deployment, what was found about one of them, and the probe by which they are judged."""
+    """Copies of a deployment, the capacity of one of them, and the probe by which they are judged."""
 
     plan: Plan
     copies: int
@@ -59,7 +59,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a search found: deployments that meet the SLO, the best first, and those that do not."""
+    """The result of a search: deployments that meet the SLO, the best first, and those that do not."""
 
     ranked: Sequence[Entry]
     failed: Sequence[Entry]  # judged by a probe that fails, the nearest first
@@ -78,7 +78,7 @@ class Found:
 
 
 def front(entries: Sequence[Entry], attainment: float) -> list[Entry]:
-    """Return the probes that hold and that no other beats in throughput, TTFT and TPOT at once.
+    """Return the Pareto front of the probes that hold, by throughput, TTFT and TPOT.
 
     Better means more output tokens for each GPU, a shorter TTFT and a shorter TPOT, both at the 90th percentile.
     """

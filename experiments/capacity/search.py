@@ -62,7 +62,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A shape that fits, how often the machine holds it, and what closed form says of one copy."""
+    """A shape that fits, the copies that the machine holds, and the closed-form bounds of one copy."""
 
     shape: Shape
     gpus: int  # of one copy
@@ -240,7 +240,7 @@ _STRIDE = 1.2
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """What a simulation of one copy at one load says of the SLO; requests of the warm-up count in nothing."""
+    """The SLO attainment of one copy at one load, simulated; requests of the warm-up are left out."""
 
     load: float  # of the busier side
     rate: float  # requests a second that were offered
@@ -265,7 +265,7 @@ class Probe:
 
 
 def paired(one: Probe, other: Probe, warmup: float) -> tuple[float, float] | None:
-    """Return by how much *one* attains more than *other* with the same requests, and half the 95 % interval of that.
+    """Return the difference in attainment of *one* and *other* on the same requests, and half its 95 % interval.
 
     None if they are of different numbers of requests, or of too few.
     """
@@ -280,7 +280,7 @@ def paired(one: Probe, other: Probe, warmup: float) -> tuple[float, float] | Non
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """The answer for one deployment: the highest load that holds, and between which loads the true one lies."""
+    """The capacity of one deployment: the highest load that holds, and the interval of the true one."""
 
     best: Probe | None  # None: the SLO fails at any load
     low: float  # the highest load that surely holds, 95 %
@@ -344,7 +344,7 @@ def _surely(measure: Callable[[float], Probe], target: float, load: float, probe
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """What one process does at a time: simulate a copy of *plan* at *rate* and, if *search*, find its capacity."""
+    """The work of one process: simulate a copy of *plan* at *rate* and, if *search*, find its capacity."""
 
     plan: Plan
     rate: float = 0.0  # requests a second of one copy that are tried first: without them there is no search; 0: none
@@ -365,7 +365,7 @@ class Search:
     def capacity(
         self, config: Config, requests: RequestTable, router: str, attainment: float, warmup: float
     ) -> Capacity:
-        """Return what was found; `Capacity.best` is None if the SLO failed at *rate*."""
+        """Return the capacity; its `best` is None if the SLO failed at *rate*."""
         plan, own = self.plan, requests[: self.requests]
 
         def measure(load: float) -> Probe:
@@ -388,7 +388,7 @@ class Search:
 
 
 def served(config: Config, plan: Plan, requests: RequestTable, rate: float, router: str) -> Result:
-    """Return what becomes of *requests* that arrive at one copy of *plan* at a mean *rate* a second."""
+    """Return the result of *requests* that arrive at one copy of *plan* at a mean *rate* a second."""
     own = configured(config, plan.shape, router)
     assert isinstance(own.experiment, ServeOptions)
     span = float(requests.arrival[-1] - requests.arrival[0])
@@ -397,7 +397,7 @@ def served(config: Config, plan: Plan, requests: RequestTable, rate: float, rout
 
 
 def probe(config: Config, plan: Plan, requests: RequestTable, load: float, router: str, warmup: float) -> Probe:
-    """Return what becomes of *requests* at *load*, the first share *warmup* of them not counted."""
+    """Return the probe of *requests* at *load*, without the first share *warmup* of them."""
     rate = load * plan.full
     columns = served(config, plan, requests, rate, router).requests
     count, slo = len(requests), config.slo

@@ -37,7 +37,7 @@ APART = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class FaultsOptions(ExperimentOptions):
-    """What is explored: *scenarios* seeds from *first* on, `APART` more for each `Config.seed`, or the one *seed*.
+    """The seeds to run: *scenarios* from *first* on, shifted by `APART` for each `Config.seed`, or the one *seed*.
 
     The same seed, number of requests, intensity and kinds are the same scenario, on any machine and with any number
     of processes. A scenario with fewer *requests* has the first ones, and suffers the same.
@@ -57,7 +57,7 @@ class FaultsOptions(ExperimentOptions):
 
 
 def run(config: Config, target: Target, progress: ShowProgress) -> Result:  # noqa: ARG001
-    """Run the scenarios and return what was violated.
+    """Run the scenarios and return the violations.
 
     Each invariant that was violated has a row and a failure, with the smallest scenario that still shows it and the
     command that replays that; making one smaller runs it again, some twenty times.  Raise a `ConfigError` on real
@@ -133,7 +133,7 @@ def _result(
 
 
 def reached(tried: Iterable[Tried]) -> Table:
-    """Return how often each transition and message was reached in *tried*, the rarest first, and where most."""
+    """Return how often each transition and message was reached in *tried*, the rarest first."""
     names = [f"{part} {step}" for part, steps in DIAGRAMS.items() for step in steps.split()]
     times, scenarios, kinds = Counter[str](), Counter[str](), {name: Counter[str]() for name in (*names, *MESSAGES)}
     all_kinds, every = Counter[str](), list(tried)
@@ -178,7 +178,7 @@ _CODE = (
 
 
 class FaultTrial(NamedTuple):
-    """Which scenario, and how much of it (`experiments.faults.scenario.draw`)."""
+    """The seed of a scenario, and the part of it to run (`experiments.faults.scenario.draw`)."""
 
     seed: int
     requests: int = 50
@@ -196,7 +196,7 @@ class FaultTrial(NamedTuple):
             return Tried(self.seed, [Violation(CRASH, 0.0, what)], {}, 0, "")
 
     def command(self) -> str:
-        """Return what replays it."""
+        """Return the command that replays it."""
         named = {"without": self.without, "always": self.always - self.without}
         kinds = "".join(f" 'experiment.{key}=[{','.join(sorted(of))}]'" for key, of in named.items() if of)
         return (
@@ -206,7 +206,7 @@ class FaultTrial(NamedTuple):
 
 
 def tries(trials: Sequence[FaultTrial], workers: int) -> Iterator[Tried]:
-    """Run *trials* on so many processes and yield what became of each.
+    """Run *trials* on *workers* processes and yield the outcome of each.
 
     If whoever iterates stops, by Ctrl-C too, the processes are ended at once.
     """
@@ -260,5 +260,5 @@ def code() -> str:
 
 
 def campaign_parts(path: Path, options: Mapping[str, Any]) -> Parts[Tried]:
-    """Return what *path* keeps of the scenarios that this code ran with *options*, by seed."""
+    """Return the scenarios in *path* that this code ran with *options*, by seed."""
     return Parts(path, {"faults": 1, "code": code(), **options}, Tried, "scenarios")

@@ -36,7 +36,7 @@ _INSTANCE = re.compile(r"\b(?:prefill|decode)\d+(?:d\d+)?\b")
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is served, and what goes wrong meanwhile."""
+    """A deployment, its requests and its faults."""
 
     seed: int
     job: Deployment
@@ -60,24 +60,24 @@ class Span(NamedTuple):
     end: float
 
     def reaches(self, start: float, end: float) -> bool:
-        """Return whether it lasts at any time from *start* to *end*."""
+        """Return whether it overlaps the time from *start* to *end*."""
         return self.start <= end and start <= self.end
 
 
 class History(NamedTuple):
-    """What the router says of a request: when it ended, and how it was sent out."""
+    """The router's record of a request: when it ended, and where it was sent."""
 
     ended: float
     tries: list[tuple[float, int, str, str]]  # when, in which room, to which two instances
 
     @property
     def began(self) -> float:
-        """When it was sent out first."""
+        """When it was first sent."""
         return self.tries[0][0] if self.tries else self.ended
 
     @property
     def instances(self) -> set[str]:
-        """All that it was sent to."""
+        """The instances that it was sent to."""
         return {instance for *_, prefill, decode in self.tries for instance in (prefill, decode)}
 
 
@@ -87,7 +87,7 @@ def outages(
     dead: Iterable[str],
     absences: Collection[Silence | Pause] = (),
 ) -> dict[str, Span]:
-    """Return when each instance that loses a rank cannot serve; *dead* are the ranks that have ended by an error.
+    """Return the spans in which each instance that lost a rank cannot serve; *dead* ranks ended by an error.
 
     An outage ends when its peers must be connected to the instance again, infinite if it is not started again as a
     whole.  A rank that is silent or paused may be given up, and its instance with it; one that is not, or is started
@@ -107,7 +107,7 @@ def outages(
 
 
 class Causes:
-    """Whether what failed in *scenario* had a cause: without one, a failure is a violation.
+    """Decides whether a failure in *scenario* has a cause; without one it is a violation.
 
     A failure is explained if a fault of a kind that can cause it reached the request's own instances while it was
     there, as the router's rows say.  That does not prove that it was this fault.

@@ -191,7 +191,7 @@ Draw = Callable[[str], np.random.Generator]
 
 
 class Tried(NamedTuple):
-    """What became of one scenario."""
+    """The outcome of one scenario."""
 
     seed: int  # with which it can be tried again
     violations: list[Violation]  # that the checkers (`pdsim.verify`) report; none is what is hoped for

@@ -100,7 +100,7 @@ def full_queue(engine: Engine, random: np.random.Generator) -> Engine:
 
 
 def another_engine(engine: Engine, random: np.random.Generator) -> Engine:
-    """Return *engine* with other stages, order, queues and threads: completions come in other orders."""
+    """Return *engine* with other stages, order, queues and threads, so that completions come in other orders."""
     chance = random.random(9).tolist()
     threads = 1 + int(3 * chance[0])
 
@@ -173,7 +173,7 @@ def _costs(random: np.random.Generator) -> HostCosts:
 
 
 def pulled(job: Deployment, random: np.random.Generator) -> Deployment:
-    """Return *job* whose decode reads what prefill keeps, under leases from a few reads to all of the run."""
+    """Return *job* with pulled handoffs, under leases that last from a few reads to the whole run."""
     lease = 10.0 ** float(random.uniform(-1.5, 1.5))
     engine = replace(job.engine, handoff="pull", recompute=1, memory="grow", lease=lease, heartbeat=lease / 3)
     engine = replace(engine, noticed="decode" if random.random() < 0.5 else "prefill")

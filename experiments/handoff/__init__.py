@@ -65,11 +65,11 @@ class HandoffOptions(ExperimentOptions):
 
     @property
     def warm(self) -> int:
-        """How many of `requests` are not measured: the first."""
+        """The number of `requests`, the first ones, that are not measured."""
         return len(self.tokens) * self.warmup
 
     def ways(self) -> list[Way]:
-        """Return the ways to hand over; ranks that keep equal heads have no second path."""
+        """Return the ways of the handoff; ranks with equal heads have only one path."""
         ways: dict[Way, None] = {}
         for tp, path, metadata in product(self.tp, self.paths, self.metadata):
             prefill, decode = map(int, tp.split("to"))
@@ -86,7 +86,7 @@ class HandoffOptions(ExperimentOptions):
 
 
 class Way(NamedTuple):
-    """How a job hands over: between which ranks, on which path, and its metadata by a key of `METADATA`."""
+    """The handoff of a job: its ranks, its path, and its metadata by a key of `METADATA`."""
 
     prefill: int  # tensor-parallel ranks
     decode: int
@@ -101,7 +101,7 @@ class Way(NamedTuple):
 
 
 def check(config: Config) -> Iterator[str]:
-    """Yield what cannot be: a model that cannot be divided, too few GPUs, small pools, no staged path."""
+    """Yield each problem: a model that cannot be divided, too few GPUs, small pools, no staged path."""
     options = HandoffOptions.of(config)
     longest = max(options.tokens)
     if longest + 1 > config.model.context:
@@ -120,7 +120,7 @@ def check(config: Config) -> Iterator[str]:
 
 
 def run(config: Config, target: Target, progress: ShowProgress) -> Result:
-    """Hand over in every way and return the times.
+    """Run the handoff in every way and return the times.
 
     Raise a `ConfigError` if `check` finds something, a `BackendUnavailable` if the engine does not work here at all.
     """
@@ -146,7 +146,7 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
 
 
 def specs(config: Config, options: HandoffOptions, way: Way) -> list[RankSpec]:
-    """Return the ranks that hand over as *way* says.
+    """Return the ranks of the handoff *way*.
 
     Raise a `ConfigError` or a `ValueError` if there can be none.
     """

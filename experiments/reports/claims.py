@@ -40,7 +40,7 @@ class Claim:
     bound: float = 1.05
 
     def effect(self, point: ReportPoint) -> float | None:
-        """Return how many times better the value after the change is; None unless both are there and not 0."""
+        """Return the improvement factor of the change; None unless both values are known and not 0."""
         if not point.before or not point.after:
             return None
         return point.after / point.before if self.better == "more" else point.before / point.after
@@ -51,7 +51,7 @@ class Claim:
         return [effect for effect in own if effect is not None]
 
     def verdict(self, effects: Sequence[float]) -> str:
-        """Return ``"holds"``, ``"does not hold"``, at how many points it does, or ``"-"`` without any.
+        """Return ``"holds"``, ``"does not hold"``, at how many points it holds, or ``"-"`` without points.
 
         >>> claim = Claim("ttft", "earlier first tokens", "s", bound=1.5)
         >>> claim.verdict([1.5, 1.6]), claim.verdict([2.0, 1.4]), claim.verdict([1.4]), claim.verdict([])
@@ -93,7 +93,7 @@ class ReportRun:
     def handoffs(
         self, label: str, options: handoff.HandoffOptions, config: Config | None = None, target: Target | None = None
     ) -> dict[tuple[str, int], dict[str, Any]]:
-        """Hand over as `run` does, and return the rows by way and tokens."""
+        """Run the handoffs as `run` does, and return the rows by way and tokens."""
         rows = self.run(label, options, config, target).rows("Handoffs")
         return {(row["way"], row["tokens"]): row for row in rows}
 

@@ -56,7 +56,7 @@ UNPREPARED = POSTED + 0.9e-6
 
 @dataclass(frozen=True, kw_only=True)
 class ReportFiguresOptions(ExperimentOptions):
-    """What figures are made of: `conf/experiment/report_figures.yaml`."""
+    """The machines, models and engines of the figures: `conf/experiment/report_figures.yaml`."""
 
     name: str = "report_figures"
     machines: Mapping[str, Machine]  # by the names that figures use
@@ -99,7 +99,7 @@ def run(config: Config, _: Target, progress: ShowProgress) -> Result:
 
 
 def simulated(config: Config, progress: ShowProgress) -> Iterator[FigureRow]:
-    """Yield the factors of each figure as the model has them, one at a time."""
+    """Yield the simulated factors of each figure, one at a time."""
     options = ReportFiguresOptions.of(config)
     chosen = [one for one in FIGURES if not options.only or one.report.lstrip("#") in options.only]
     parts = Parts(config, options)
@@ -138,7 +138,7 @@ def kept() -> list[FigureRow]:
 
 
 class Parts:
-    """Serves what a figure asks for, on the machines, models and engines of *options*."""
+    """Runs the workload of a figure on the machines, models and engines of *options*."""
 
     def __init__(self, base: Config, options: ReportFiguresOptions) -> None:
         self.base = replace(base, experiment=ServeOptions(), calibration=None)

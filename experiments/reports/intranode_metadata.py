@@ -43,7 +43,7 @@ class IntranodeMetadataOptions(PromptBurstOptions):
 
 
 def run(config: Config, target: Target, progress: ShowProgress) -> Result:
-    """Hand over and serve with metadata over TCP, then over NVLink, and return what became of `CLAIMS`."""
+    """Run handoffs and serving with metadata over TCP, then over NVLink, and return the verdicts of `CLAIMS`."""
     options = IntranodeMetadataOptions.of(config)
     served = options.prompts if options.placement == "packed" else ()
     trial = ReportRun(config, target, progress, 2 + 2 * len(served))

@@ -52,7 +52,7 @@ class MooncakeTcpOptions(ExperimentOptions):
 
 
 def run(config: Config, target: Target, progress: ShowProgress) -> Result:
-    """Hand over and serve over RDMA, where the machine's backend uses it, and over TCP."""
+    """Run handoffs and serving over RDMA, if the machine's backend uses it, and over TCP."""
     options = MooncakeTcpOptions.of(config)
     transports = {config.backend.name: (config, target)}
     if config.backend.name != options.tcp.name:

@@ -58,7 +58,7 @@ class NixlStagingOptions(PromptBurstOptions):
 
 
 def run(config: Config, target: Target, progress: ShowProgress) -> Result:
-    """Hand over and serve in slices, then staged, and return what became of `CLAIMS`.
+    """Run handoffs and serving in slices, then staged, and return the verdicts of `CLAIMS`.
 
     What needs more GPUs than there are is left out, and a note says so.  Raise a `ConfigError` if nothing is left.
     """

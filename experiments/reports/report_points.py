@@ -25,7 +25,7 @@ from pdsim.core.files import data
 
 @dataclass(frozen=True)
 class ReportPoint:
-    """The value of a claim before and after the change, in its unit, *at* one point; None where none was got."""
+    """The value of a claim before and after the change, in its unit, *at* one point; None if there is none."""
 
     claim: str
     machine: str  # hw and backend

@@ -52,7 +52,7 @@ class SymmetricAllgatherOptions(ExperimentOptions):
 
 
 def run(config: Config, target: Target, progress: ShowProgress) -> Result:
-    """Gather in plain memory, in a reserved symmetric pool and in one that grows; return what became of `CLAIMS`.
+    """Gather in plain memory, in a reserved symmetric pool and in one that grows; return the verdicts of `CLAIMS`.
 
     More ranks than GPUs are left out, and a note says so.  Raise a `ConfigError` if none is left.
     """

@@ -50,7 +50,7 @@ CONTENTS = 16 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(ExperimentOptions):
-    """What is particular to serving: how instances are used, and when requests are given up."""
+    """Options of serving: how instances are used, and when requests are given up."""
 
     name: str = "serve"
     # colocated: engines like prefill's, on the GPUs of both sides
@@ -84,7 +84,7 @@ class ServeOptions(ExperimentOptions):
 
 
 def run(config: Config, target: Any, progress: ShowProgress) -> Result:
-    """Serve the workload and return what became of every request.
+    """Serve the workload and return the outcome of every request.
 
     Raise a `ConfigError` before anything starts if it cannot be, and a `TransferError` if the job cannot be started.
     """
@@ -180,7 +180,7 @@ def _failures(config: Config, what: Deployment, requests: RequestTable) -> list[
 
 
 def on_model(config: Config, what: Deployment, requests: Sequence[Request]) -> Result:
-    """Serve *requests* with *what* on the model of *config*, and return what `result` says of it.
+    """Serve *requests* with *what* on the model of *config*, and return its `result`.
 
     Raise a `ConfigError` if one is larger than the pools.
     """
@@ -191,7 +191,7 @@ def on_model(config: Config, what: Deployment, requests: Sequence[Request]) -> R
 
 
 def partial(config: Config, ended: Iterable[bytes], transfers: Iterable[bytes]) -> Result | None:
-    """Return what is known of a run of *config* that was killed, from its journals; None if nothing is."""
+    """Return the partial result of a killed run of *config*, from its journals; None if they are empty."""
     requests = draw(config.workload, config.seed, config.model.context).requests
     if config.target == "live":
         from experiments.serve import live_run
@@ -227,7 +227,7 @@ def _partial(config: Config, requests: RequestTable, log: RequestLog, transfers:
 
 
 def observed(config: Config, table: Any, source: str) -> Result:
-    """Return what `backends.live.observed.read` has *table* in the log *source* as the result of a live run.
+    """Return the requests *table* that `backends.live.observed.read` read from *source* as a live run's result.
 
     Columns are those of ``target=live``, so that `pdsim compare` can set a prediction beside them.
     """
@@ -477,7 +477,7 @@ def result(
     *,
     ended: bool = False,
 ) -> Result:
-    """Return what *outcome* says of *requests*: columns, metrics, tables, notes and failures.
+    """Return columns, metrics, tables, notes and failures of *requests*, from *outcome*.
 
     *offered* is their load, computed here if it is not known.  With *ended*, only requests that had ended are there,
     as after a kill.  A router that was lost leaves every request with that as its status.

@@ -54,18 +54,18 @@ LATE = 0.01
 def run(
     config: Config, deployment: LiveDeployment, requests: Sequence[Request], policy: str, progress: ShowProgress
 ) -> Result:
-    """Send *requests* to *deployment* and return what became of every one, as `experiments.serve.run` does."""
+    """Send *requests* to *deployment* and return the outcome of each, as `experiments.serve.run` does."""
     return result(config, requests, deployment.serve(requests, progress, policy=policy))
 
 
 def partial(config: Config, requests: Sequence[Request], journal: Iterable[bytes]) -> Result | None:
-    """Return what the *journal* of a run that was killed says of *requests*; None if it is empty."""
+    """Return the partial result of *requests* from the *journal* of a killed run; None if it is empty."""
     served = next(journalled([requests], journal), None)
     return None if served is None else result(config, requests, served)
 
 
 def journalled(calls: Iterable[Sequence[Request]], journal: Iterable[bytes]) -> Iterator[Served]:
-    """Yield what the *journal* of a run says of each of *calls*, the requests of one `serve`, as far as it goes.
+    """Yield the results in the *journal* of a run of each of *calls*, the requests of one `serve`.
 
     Requests of a call have a start of their own in the journal, and come after those of the call before.
     """
@@ -81,7 +81,7 @@ def journalled(calls: Iterable[Sequence[Request]], journal: Iterable[bytes]) -> 
 
 
 def result(config: Config, requests: Sequence[Request], served: Served) -> Result:
-    """Return what *served* says of *requests*, one row each in the same order.
+    """Return the result of *requests*, a row each in the same order, from *served*.
 
     A request whose row has no status has not ended, and is left out.
     """

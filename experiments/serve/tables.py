@@ -151,7 +151,7 @@ def load_metrics(offered: OfferedLoad | None) -> list[Metric]:
 
 
 def prefix_metrics(requests: Sequence[Request], job: Deployment) -> list[Metric]:
-    """Return what one prefix cache over all instances could hold of the prompts, by the hashes of the trace."""
+    """Return the hit rates of one prefix cache over all instances, by the hashes of the trace."""
     unlimited = hit_share(requests)
     if unlimited is None:
         return []
@@ -326,7 +326,7 @@ def _share(table: Columns, phase: str) -> float | None:
 
 
 def totals(table: Columns, slo: Slo, steady: Columns | None = None) -> list[Metric]:
-    """Return how many requests of *table* ended how, at which rate, and what share of those of *steady* met *slo*.
+    """Return counts of *table*'s requests by their end, their rate, and the share of *steady* that met *slo*.
 
     Rates divide by the makespan of *table*.  *steady* is the part that counts toward the SLO; by default all of it.
     """
@@ -478,7 +478,7 @@ def moving_times(outcome: Outcome, count: int) -> Floats:
 
 
 def notes(table: Columns, workload: Workload, job: Deployment, outcome: Outcome, count: int) -> list[str]:
-    """Return what a reader must know beside the numbers, a sentence each; at the end the size of KV.
+    """Return the notes that belong to the numbers, a sentence each; the last is the size of KV.
 
     *table* has some or all of the *count* requests of the workload.
     """
@@ -551,7 +551,7 @@ def path_metrics(rows: Sequence[Sequence[Any]]) -> list[Metric]:
 
 
 def path_notes(outcome: Outcome) -> list[str]:
-    """Return what did not go the way that the policy says, and why."""
+    """Return why KV or metadata went another way than the policy says."""
     values = [rank.value for rank in outcome.ranks.values() if isinstance(rank.value, dict)]
     refused = sum(value.get("staging_refused", 0) for value in values)
     lines = []

@@ -89,7 +89,7 @@ class TransferOptions(ExperimentOptions):
 
 
 def check(config: Config) -> Iterator[str]:
-    """Yield what cannot be: points, more ranks than GPUs, or more bytes than memory, with the worst point."""
+    """Yield each problem: invalid points, more ranks than GPUs, more bytes than memory, with the worst point."""
     try:
         options = TransferOptions.of(config)
         points = options.list_points()

@@ -146,7 +146,7 @@ def _pauses(clock: Clock, mean: Seconds, seed: int, rank: str) -> Pause:
 
 
 class _Plan:
-    """Where the blocks of every flow lie in the buffer of each rank, and what they hold; as *rank* sees it.
+    """The place and the contents of the blocks of every flow in the buffer of each rank, as *rank* sees it.
 
     Each flow has *concurrency* slots at either end, which follow one another in the rank's buffer in the order of
     the flows. A slot has one place for each block; with scattered blocks two, and every other place stays zero.
@@ -193,7 +193,7 @@ class _Plan:
                     buffer.write(self._at(index, slot), bytes(self._places * self.size))
 
     def received(self, buffer: Buffer, warmup: int, check: bool) -> tuple[int, int, int]:
-        """Return in how many slots transfers arrived, how many were checked, and how many are right."""
+        """Return the number of slots that were written, of those that were checked, and of those that are right."""
         used = self.task.concurrency
         if self._free:  # a flow of fewer transfers than slots leaves the last slots unused
             used = min(used, max(warmup, self.task.repeat))
@@ -235,7 +235,7 @@ class Barrier:
         self._heard: dict[str, float] = {}
 
     def tick(self) -> Generator[Any, Any, None]:
-        """Tell the others for ever that this rank lives."""
+        """Tell the others, now and then, that this rank lives."""
         while True:
             yield self._rank.clock.timeout(self._timeout / 4)
             self._tell("alive")
@@ -270,7 +270,7 @@ class Barrier:
         yield self._rank.clock.timeout(max(0.0, at - self._rank.clock.now))
 
     def give_up(self, error: TransferError) -> None:
-        """Tell the others that this rank ends with *error*, so that they need not find out."""
+        """Tell the others that this rank ends with *error*."""
         self._tell("lost", f"{type(error).__name__}: {error}".encode())
 
     def _tell(self, stage: str, payload: bytes = b"") -> None:

@@ -240,7 +240,7 @@ _STAGES = {
 
 @dataclass(frozen=True)
 class TransferRow:
-    """What one point, or one flow of it, gave: its measured *records*, failed ones included, and how it ended.
+    """The measured *records* of one point or one flow of it, failed ones included, and how it ended.
 
     Rates count 1 GB as 1e9 bytes.  Numbers of a point that failed cover the transfers that had succeeded.
     """
@@ -260,7 +260,7 @@ class TransferRow:
 
     @property
     def wrong(self) -> int:
-        """Slots that were checked and held other bytes than were sent."""
+        """Checked slots that held other bytes than were sent."""
         return 0 if self.verified is None else self.slots - self.verified
 
     @property
@@ -368,7 +368,7 @@ def _flows(row: TransferRow) -> Iterator[TransferRow]:
 
 
 def metrics(rows: Sequence[TransferRow]) -> list[Metric]:
-    """Return counts over all points and, where there is one point only, all that is known of it."""
+    """Return counts over all points and, of a single point, all of its numbers."""
     rates = [row.bandwidth for row in rows if row.bandwidth is not None]
     checked = [row for row in rows if row.verified is not None]
     right = sum(row.verified or 0 for row in checked)

@@ -43,7 +43,7 @@ PREDICTING = 0.05  # share of the progress that predictions are: they take a min
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """How large absolute errors may be, relative but for ``small``: a little time is much of a short transfer."""
+    """Largest allowed errors, relative except ``small``: a little time is much of a short transfer."""
 
     pair: Positive = 0.05  # median of the errors of a pair's transfers
     pair_p95: Positive = 0.15  # 95th percentile of the same
@@ -54,7 +54,7 @@ class Bounds:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidateOptions(Design):
-    """What is run, and how far off it may be."""
+    """The points to measure, and the largest allowed errors."""
 
     name: str = "validate"
     stored: str = ""  # a folder of an earlier run whose measurements are compared instead
@@ -110,7 +110,7 @@ def run(config: Config, target: Target, progress: ShowProgress, folder: Path) ->
 
 
 def bounds(options: ValidateOptions) -> dict[str, Bound]:
-    """Return what the errors of each class may be, by the beginning of its name; "" is for all others."""
+    """Return the bound of each class, by the beginning of its name; "" is for all others."""
     most = options.bounds
     pair = Bound(most.pair, most.pair_p95)
     return {"pair": pair, "small": Bound(seconds=most.small), "": Bound(most.other)}

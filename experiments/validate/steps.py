@@ -53,7 +53,7 @@ MANY, FEW = ("4to4", "4to2", "2to4", "4to1"), ("1to2", "2to1", "2to2")
 
 @dataclass(frozen=True, kw_only=True)
 class Design(ExperimentOptions):
-    """Which points are run: the part of `experiments.validate.ValidateOptions` that says so.
+    """The points to run: a part of `experiments.validate.ValidateOptions`.
 
     Sizes are in bytes, and chosen off the grid of `pdsim.calibration.samples`, so that no fit has seen them.
     What the machine has no ranks or memory for is left out, with a note, so that one design serves all machines.
@@ -93,7 +93,7 @@ class Design(ExperimentOptions):
     jobs: int = 0  # ranks are started anew, the mean counts; a third for handoffs and serve; 0 is 9, and 3 on hosts
 
     def sized(self, gpus: int) -> Self:
-        """Return the design with what was left out chosen for a machine of *gpus* GPUs.
+        """Return the design with unset options chosen for a machine of *gpus* GPUs.
 
         Hosts, without any, move bytes at a hundredth of their rate: what takes GPUs five minutes would take hours.
         """
@@ -116,13 +116,13 @@ def jobs_of(part: ExperimentOptions, most: int) -> int:
 
 
 def problems(config: Config, part: ExperimentOptions) -> list[str]:
-    """Return what keeps *part* from being run."""
+    """Return why *part* cannot be run; nothing if it can."""
     check = getattr(plugins.resolve(plugins.EXPERIMENTS, part.name), "check", None)
     return list(check(replace(config, experiment=part))) if check else []
 
 
 def run_part(config: Config, part: ExperimentOptions, target: Target, progress: ShowProgress = silent) -> Result:
-    """Run *part* on *target*, and show *progress* how far it is."""
+    """Run *part* on *target*, with *progress*."""
     run = plugins.resolve(plugins.EXPERIMENTS, part.name).run
     result: Result = run(replace(config, experiment=part), target, progress)
     return result
@@ -242,7 +242,7 @@ SYSTEM = ("model", "parallel", "workload", "kv", "policy", "scheduler", "compute
 
 
 def expect(config: Config, design: Parts, folder: Path, progress: ShowProgress = silent) -> None:
-    """Write what the model says of *design*, and see it safely on disk; *progress* is shown the simulations."""
+    """Write the predictions for *design* safely to disk; *progress* counts simulations."""
     seconds: list[float] = []  # that a job of each part takes, on the model, and then of its variants
     count = len(design) * (1 + 2 * len(list(variants(config))))
 
@@ -316,7 +316,7 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any], at: str = ""
 def measure(
     config: Config, design: Parts, jobs: int, target: Target, folder: Path, progress: ShowProgress
 ) -> tuple[list[TransferRecord], list[str]]:
-    """Run *design* for real, write what was measured, and return all transfers and what failed, a line each."""
+    """Measure *design* on a real engine, write the values, and return all transfers, and failures, a line each."""
     records: list[TransferRecord] = []
     measured: list[Value] = []
     failures: list[str] = []
@@ -397,7 +397,7 @@ def _written(part: ExperimentOptions) -> dict[str, Any]:
 
 
 def design_of(source: Path, folder: Path) -> list[ExperimentOptions]:
-    """Return what was run in *source*, or is to be: what its expectations say, with a file of points in *folder*."""
+    """Return the design of *source*, from its expectations, with a file of points in *folder*."""
     if (source / EXPECTED).is_file():
         design = read(source / EXPECTED, "design")["design"]
         return [_part({"name": part["experiment"], **part["options"]}, folder) for part in design]

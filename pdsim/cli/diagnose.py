@@ -34,7 +34,7 @@ _FULL = 1 << 16  # bytes of messages that fill a wire
 
 
 def diagnose(words: Sequence[str]) -> int:
-    """Print what the transfers in the file, folder or at the URL of *words* are slowed by; return the exit status.
+    """Print what slows the transfers in the file, folder or at the URL of *words*; return the exit status.
 
     Raise a `ConfigError` for what holds no transfers, and for a deployment that cannot be composed.
     """

@@ -75,7 +75,7 @@ _FACTOR = "engine.host_factor"
 
 
 def host(as_json: bool = False) -> str:
-    """Return the text of ``doctor --host``: seconds of plain work, beside the hosts that pdsim's numbers are of."""
+    """Return the text of ``doctor --host``: seconds of plain work, beside the hosts of pdsim's numbers."""
     from omegaconf import OmegaConf
 
     from backends.host_speed import measured

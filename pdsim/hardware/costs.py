@@ -57,7 +57,7 @@ class InlineSaving:
 
 @dataclass(frozen=True, kw_only=True)
 class Jitter:
-    """By how much simulated ranks differ from clockwork: delays from 0 to these, drawn from the seed."""
+    """Random delays of simulated ranks, from 0 to these, drawn from the seed."""
 
     starts: Seconds = 0.0  # before a transfer is posted
     copies: Seconds = 0.0  # before a copy engine begins with a transfer
@@ -65,7 +65,7 @@ class Jitter:
 
 @dataclass(frozen=True, kw_only=True)
 class Workers:
-    """Threads of an engine that post large batches in the place of the caller, who waits for them.
+    """Threads of an engine that post large batches while the caller waits.
 
     A batch of *least* descriptors or more is cut into pieces of ``max(n // threads, least)``, and each thread posts
     one: it takes as long as its longest piece.  NIXL's UCX backend does so with ``num_threads`` and
@@ -87,7 +87,7 @@ class Workers:
 
 @dataclass(frozen=True, kw_only=True)
 class OptionCosts:
-    """What an engine that runs with these *options* costs beside what it costs otherwise.
+    """Costs of an engine that runs with these *options*, on top of its others.
 
     Seconds are added to those of the `EngineModel`, and *rate* is the share that is left of its rates.  *workers*
     take the place of its own.  *intervals*, from least to most, are those of *latency*, *descriptor* and *rate*.
@@ -106,7 +106,7 @@ class OptionCosts:
     errors: Mapping[str, float] = field(default_factory=dict)
 
     def chosen(self, options: Mapping[str, str]) -> bool:
-        """Return whether an engine with these *options* is one of these."""
+        """Return whether these are the costs of an engine with *options*."""
         return all(options.get(name) == value for name, value in self.options.items())
 
 
@@ -192,7 +192,7 @@ class EngineModel:
         return replace(own, **{name: getattr(own, name) * rails for name in names})
 
     def with_options(self, costs: OptionCosts) -> EngineModel:
-        """Return this model with *costs* in it, which is then no choice any more.
+        """Return this model with *costs* applied, and without other choices.
 
         *by_option* of the result is empty, so that the costs of options are never added twice.
         """
@@ -209,7 +209,7 @@ class EngineModel:
         )
 
     def posting(self, descriptors: Any) -> Any:
-        """Return the seconds for which a call with so many *descriptors* keeps its thread: a number or an array."""
+        """Return the seconds that a call with *descriptors* occupies its thread; a number or an array."""
         if self.workers is not None:
             descriptors = self.workers.longest(descriptors)
         seconds = self.call + descriptors * self.descriptor
@@ -218,7 +218,7 @@ class EngineModel:
         return seconds
 
     def inline_saving(self, descriptors: Any, nbytes: Any) -> tuple[Any, Any]:
-        """Return what a batch that finds nothing under way saves of posting and of latency: 0 unless *small*."""
+        """Return the seconds of posting and of latency that a small batch on an idle engine saves; else 0."""
         if self.small is None:
             return 0.0, 0.0
         saving = self.small.saving * self.small.takes(descriptors, nbytes)
@@ -230,7 +230,7 @@ class EngineModel:
         return min(self.rate, self.read_rate) if read else self.rate
 
     def wire_overhead(self, narrowest: Rate, *, read: bool) -> float:
-        """Return the bytes that a transfer alone on links of *narrowest* carries while a descriptor holds it up."""
+        """Return the bytes that links of *narrowest* could carry while a descriptor holds up a transfer."""
         seconds = self.wire_descriptor + (self.read_descriptor if read else 0.0)
         return seconds * min(self.fastest(read=read), narrowest) if seconds else 0.0
 
@@ -244,7 +244,7 @@ class EngineModel:
         return self.posting(descriptors) - early, self.posting(1) - early, wire, latency
 
     def isolated_time(self, descriptors: Any, nbytes: Any, narrowest: Rate = math.inf, *, read: bool = False) -> Any:
-        """Return the seconds of a write, or a *read*, with nothing in its way, over links of *narrowest* bytes/s.
+        """Return the seconds of an isolated write, or *read*, over links of *narrowest* bytes/s.
 
         Numbers give a number, arrays of one shape an array.
         """
@@ -357,12 +357,12 @@ class CollectiveModel:
     def isolated_time(
         self, ranks: int, size: float, narrowest: Rate = math.inf, *, paused: bool = False, grown: bool = False
     ) -> Seconds:
-        """Return the seconds of an all-gather with nothing in its way, over links of *narrowest* bytes/s or more."""
+        """Return the seconds of an isolated all-gather over links of *narrowest* bytes/s or more."""
         moved = (ranks - 1) * size / min(self.rate, narrowest)
         return max(self.before(ranks, size) + moved, self.busy(paused=paused, grown=grown))
 
     def on_device(self, ranks: int, size: float) -> Seconds:
-        """Return the GPU's seconds for an all-gather of *size* bytes of each of *ranks*, nothing in its way.
+        """Return the GPU's seconds for an isolated all-gather of *size* bytes of each of *ranks*.
 
         Raise `ValueError` if nobody has measured them.
         """
@@ -371,7 +371,7 @@ class CollectiveModel:
         return min(line.latency + (ranks - 1) * size / min(line.rate, self.rate) for line in self.device)
 
     def queued(self) -> CollectiveModel:
-        """Return what a program pays that queues gathers on a stream."""
+        """Return the model of gathers that a program queues on a stream."""
         steady = replace(self, after_pause=0.0, grown=0.0)
         if not self.device:
             return steady

@@ -35,7 +35,7 @@ class Copies:
     context_switch: Seconds = 0.0  # where the last copy on the device was another rank's
 
     def busy(self, descriptors: int, switched: bool = False) -> Seconds:
-        """Return the seconds for which a copy of so many *descriptors* keeps its rank's copies from the next one."""
+        """Return the seconds from a copy of *descriptors* until the rank's next copy can begin."""
         return self.call + descriptors * self.descriptor + (self.context_switch if switched else 0.0)
 
 
@@ -98,7 +98,7 @@ class Nic:
 
 @dataclass(frozen=True, kw_only=True)
 class Storage:
-    """Where KV is kept that does not fit into memory.
+    """A store for KV that does not fit into memory.
 
     A call that moves *n* objects takes ``latency + n * object`` and, of bytes, what *read* or *write* allows to all
     calls together.

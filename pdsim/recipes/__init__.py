@@ -89,7 +89,7 @@ class Server:
 
     @property
     def connectors(self) -> Sequence[Mapping[str, Any]]:
-        """The connectors of ``--kv-transfer-config``: those of a connector of several, or the one."""
+        """The connectors of ``--kv-transfer-config``: each of a MultiConnector, or the only one."""
         try:
             made = json.loads(self.flags.get("kv-transfer-config") or "{}")
         except ValueError as error:

@@ -69,7 +69,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Marks:
-    """Marks of one meaning: values *x* and *y*, of one length, with *texts* that a pointer shows beside them.
+    """One series: values *x* and *y*, of equal length, with *texts* that are shown under the pointer.
 
     *kind* is ``line``, ``steps`` (which keep their value until the next x), ``points``, ``bars`` (stacked along x at
     every y) or ``band`` (between *y* and *top*).  *colour* counts from 0.  A series without *name* has no entry in
@@ -112,7 +112,7 @@ class Figure:
 
 
 def cumulative(values: Sequence[float] | npt.NDArray[np.float64], name: str, colour: int) -> Marks:
-    """Return the curve of the percentage of all *values* that is not above each, through 400 of them at most.
+    """Return the cumulative distribution of *values* in per cent, of at most 400 points.
 
     >>> cumulative([3.0, 1.0, 2.0, 4.0], "TTFT", 0).y
     [25.0, 50.0, 75.0, 100.0]

@@ -111,7 +111,7 @@ def _moves(transfers: Sequence[TransferRecord]) -> dict[TransferShape, int]:
 
 
 def extrapolations(config: Config, transfers: Sequence[TransferRecord]) -> list[str]:
-    """Return a warning for each way in which modelled *transfers* rest on what was measured elsewhere."""
+    """Return a warning for each reason why the times of modelled *transfers* are extrapolated."""
     if config.target != "model" or not transfers:
         return []
     return [*_borrowed_rates(config, transfers), *_beyond_samples(config, transfers)]
@@ -178,7 +178,7 @@ def _beyond_samples(config: Config, transfers: Sequence[TransferRecord]) -> Iter
 
 @dataclass(frozen=True)
 class HostSpread:
-    """By how much another host moves the transfers of a run, each taken alone, in the median of their shapes.
+    """How many times as long isolated transfers of a run take on other hosts, in the median over their shapes.
 
     *low* and *high* are the 95 % interval of *draws* hosts, drawn from the run's seed: how many times as long the
     transfers take.  *known* are the factors of the hosts that the calibration knows.
@@ -191,7 +191,7 @@ class HostSpread:
 
 
 def host_spread(config: Config, transfers: Sequence[TransferRecord]) -> HostSpread | None:
-    """Return by how much other hosts move the times of modelled *transfers*."""
+    """Return how the times of modelled *transfers* vary over hosts."""
     calibration, engine = config.calibration, config.backend
     if config.target != "model" or calibration is None or engine.intra is None:
         return None

@@ -51,7 +51,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Result:
-    """Everything that a run found out."""
+    """The result of a run."""
 
     summary: Sequence[Metric]
     tables: Sequence[Table] = ()
@@ -148,7 +148,7 @@ def distribution(
 
 
 def label(q: float) -> str:
-    """Return how percentile *q* is called in names: ``"p99"``, ``"p99_9"``."""
+    """Return the name of percentile *q*: ``"p99"``, ``"p99_9"``."""
     return f"p{q:g}".replace(".", "_")
 
 

@@ -96,7 +96,7 @@ class Run:
             self._write_about()
 
     def finish(self, result: Result) -> Path:
-        """Write *result*, take the mark off the folder and return where it now is.
+        """Write *result*, remove the mark from the folder's name and return its path.
 
         A result with failures makes the run ``partial``: its numbers are those of what succeeded.
         """
@@ -112,7 +112,7 @@ class Run:
         return self.folder
 
     def write_partial(self, result: Result) -> None:
-        """Write what is known of a run that was killed; its folder and its journals stay as they are."""
+        """Write the partial *result* of a killed run; its folder and its journals stay as they are."""
         status = "interrupted" if self._about["status"] == "running" else self._about["status"]
         self._keep(result, status, result.failures[0])
 
@@ -247,7 +247,7 @@ def make(folder: Path, named: str) -> Path:
 
 @contextmanager
 def whole_file(path: Path, option: str = "-o") -> Iterator[IO[bytes]]:
-    """Yield a file to write to, which is called *path* only when all of it is written.
+    """Yield a file to write to, which is renamed to *path* once all of it is written.
 
     Raise a `ConfigError` that names *option*, which the path was given with, if it cannot be written.
 
@@ -320,7 +320,7 @@ class JournalFile:
         self._end = 0
 
     def append(self, payload: bytes) -> int:
-        """Keep *payload*, and return where."""
+        """Append *payload*, and return its position."""
         if self._file is None:
             self._file = self._path.open("w+b", buffering=0)
         position = self._end
@@ -330,7 +330,7 @@ class JournalFile:
         return position
 
     def read(self, position: int) -> bytes:
-        """Return what was kept at *position*."""
+        """Return the payload at *position*."""
         assert self._file is not None, "nothing was appended"
         self._file.seek(position)
         return self._file.read(int.from_bytes(self._file.read(_LENGTH), "little"))

@@ -176,7 +176,7 @@ def _use(table: Mapping[str, Any]) -> Table:
 
 
 def spread(calibration: Mapping[str, Any]) -> str:
-    """Return how far a modelled transfer time may be from a real one, for all that *calibration* knows."""
+    """Return how far a modelled transfer time may be from a real one, by *calibration*."""
     begin = f"calibration: {calibration['name']}, {calibration['source']}, {calibration['date']}"
     held_out = calibration["held_out"]
     if not held_out:
@@ -190,7 +190,7 @@ def spread(calibration: Mapping[str, Any]) -> str:
 
 
 def cell(value: Any) -> str:
-    """Return how *value* is printed: four significant digits, counts in full, ``-`` for what was not measured.
+    """Return *value* as it is printed: four significant digits, counts in full, ``-`` if it was not measured.
 
     >>> cell(None), cell(0.0), cell(12), cell(1234.5), cell(0.012345)
     ('-', '0', '12', '1234', '0.0123')
@@ -208,7 +208,7 @@ def cell(value: Any) -> str:
 
 
 class Progress:
-    """A bar on standard error for what takes longer than a second; what is no terminal gets a line now and then.
+    """A progress bar on standard error after a second; a file gets a line now and then.
 
     Call it with the share done, 0 to 1, and a few words, from any thread; use it as a context manager, or call
     `close`.  A terminal sees the bar *after* so many seconds; other files get a line *every* so many.  With
@@ -431,7 +431,7 @@ def share(value: float) -> str:
 
 
 def group(name: str) -> str:
-    """Return *name* with ``*`` for its numbers: the name of all that are alike.
+    """Return *name* with ``*`` for its numbers, which names all that are alike.
 
     >>> group("node0.gpu3.hbm")
     'node*.gpu*.hbm'
@@ -440,7 +440,7 @@ def group(name: str) -> str:
 
 
 def alike(used: Mapping[str, float]) -> list[tuple[str, int, float, float]]:
-    """Return *used*, shares by name, those whose names differ in numbers only as one, most used first.
+    """Return *used*, shares by name, most used first; names that differ only in numbers are one.
 
     >>> alike({"gpu0/memory": 0.5, "gpu1/memory": 0.25, "host": 0.125})
     [('gpu*/memory', 2, 0.25, 0.5), ('host', 1, 0.125, 0.125)]

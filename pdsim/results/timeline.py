@@ -60,7 +60,7 @@ class _Span(NamedTuple):
 
 
 class _Traced:
-    """What one run has to show: slices, arrows between them, and counters, all with times in ns."""
+    """The timeline of one run: slices, arrows between them, and counters, with times in ns."""
 
     def __init__(self, run: KeptRun) -> None:
         self.title = "{experiment} on {hw}, {backend}, {target}".format(**run.about)

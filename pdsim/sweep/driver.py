@@ -25,7 +25,7 @@ from pdsim.sweep.trackers import Track
 def sweep(
     folder: Path, points: Sequence[Point], executor: Executor, progress: ShowProgress, track: Track | None = None
 ) -> list[dict[str, Any]]:
-    """Run those of *points* that *folder* has no final row of, and return the rows of all, in order.
+    """Run the *points* without a final row in *folder*, and return the rows of all, in order.
 
     *track* is called with each final row, also with those of earlier calls.
 

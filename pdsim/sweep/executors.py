@@ -34,7 +34,7 @@ _ATTEMPTS = 2
 
 
 class Executor(Protocol):
-    """Runs points wherever it does; stateless between calls of `run`."""
+    """Runs the points of a sweep; keeps no state between calls of `run`."""
 
     def run(self, measure: Measure, points: Sequence[Point]) -> Generator[Row, None, None]:
         """Yield ``measure(point)`` of each of *points* as it ends, in any order.

@@ -182,7 +182,7 @@ def _knees(ranked: Sequence[Ranked]) -> Figure:
 
 
 def knee(x: Sequence[float], y: Sequence[float]) -> int | None:
-    """Return where a latency *y* that grows with the rate *x* bends most, the last before it rises; None if nowhere.
+    """Return the index of the last point before the latency *y* rises with the rate *x*; None if it does not rise.
 
     That is the point furthest below the chord of the curve, both axes scaled to 1 (Satopaa et al., Kneedle, 2011),
     if the latency at least doubles from there to the end.

@@ -124,13 +124,13 @@ class WriteSequence(Event):
         return self
 
     def stop(self, part: int = 0) -> None:
-        """Let the write of *part* that is under way be its last one."""
+        """Stop *part* after the write that is under way."""
         self._left.pop(part, None)
         if self._waits:
             self._wait_until(self._clock.now)
 
     def retime(self, times: Sequence[float]) -> None:
-        """Post what has not been posted at *times* instead; the turns that are past keep theirs."""
+        """Post the remaining writes at *times*; those already posted keep theirs."""
         self._times = times
         if self._waits:
             self._wait_until(self._clock.now)
@@ -211,7 +211,7 @@ class Endpoint(Protocol):
 
     @property
     def engine(self) -> str:
-        """The engine's own name for what moves the bytes, which need not be what was asked for."""
+        """The engine's name of the transport in use, which may differ from the one asked for."""
 
     @property
     def notifications(self) -> Mailbox:
@@ -283,7 +283,7 @@ class Endpoint(Protocol):
         """
 
     def close(self) -> None:
-        """Give everything back: connections, registrations, threads, descriptors.  May be called twice."""
+        """Release connections, registrations, threads and descriptors.  May be called twice."""
 
 
 class Message(NamedTuple):
@@ -323,13 +323,13 @@ class Channel(Protocol):
 
 
 class Spill(Protocol):
-    """Where rows are left that need not stay in memory, append-only: a run that is killed leaves what it wrote."""
+    """An append-only store of rows that need not stay in memory; a killed run leaves what it wrote."""
 
     def append(self, payload: bytes) -> int:
-        """Keep *payload*, and return where."""
+        """Append *payload*, and return its position."""
 
     def read(self, position: int) -> bytes:
-        """Return what was kept at *position*."""
+        """Return the payload at *position*."""
 
 
 class Recorder(Protocol):
@@ -337,13 +337,13 @@ class Recorder(Protocol):
 
     @property
     def spill(self) -> Spill | None:
-        """Where a program may leave rows that it needs no more; None to keep them in memory."""
+        """Where a program may append rows that it no longer needs; None keeps them in memory."""
 
     def transfer(self, record: TransferRecord) -> None:
         """Keep *record*.  Endpoints call this for every transfer, failed ones included."""
 
     def gauge(self, kind: str, name: str, read: Callable[[], float]) -> None:
-        """Have ``read()``, a share from 0 to 1, sampled as *name* where samples are kept; *kind* says of what."""
+        """Sample ``read()``, a share from 0 to 1, as *name* if samples are kept; *kind* says what it is of."""
 
     def inspect(self, program: object) -> None:
-        """Show *program*, the object that a rank runs, to whoever checks the job while it goes on."""
+        """Give *program*, the object that a rank runs, to the checkers of a running job."""

@@ -268,7 +268,7 @@ class Batch:
 
 
 class LazyBatch(Batch):
-    """A valid batch whose arrays *make* makes when somebody first reads one of them.
+    """A valid batch whose arrays *make* returns on first use.
 
     The simulator on memory without contents needs no more than the number of descriptors and the bytes.  *make* is
     called at most once, for all batches that `over` derives from this one, and returns a batch of *count*
@@ -289,7 +289,7 @@ class LazyBatch(Batch):
         return self._count
 
     def arrays(self) -> Batch:
-        """Return the batch with arrays that this one stands for."""
+        """Return the same batch with its arrays made."""
         made = self._made
         if made is None:
             made = self._made = self._make().arrays()
@@ -299,7 +299,7 @@ class LazyBatch(Batch):
 
 
 def single_descriptor(source: Region, target: Region, source_offset: int, target_offset: int, size: int) -> Batch:
-    """Return the batch of one descriptor, checked as any other, without arrays until somebody reads them."""
+    """Return a batch of one descriptor, checked like any other; its arrays are made on first use."""
 
     def make() -> Batch:
         return Batch(source, target, [source_offset], [target_offset], [size])

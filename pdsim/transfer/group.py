@@ -13,7 +13,7 @@ SYMMETRIC = "symmetric"
 
 
 class Group(Protocol):
-    """Ranks that call the same collectives in the same order, as the field's communicators do.
+    """Ranks that call the same collectives in the same order, such as an NCCL communicator.
 
     `pdsim.transfer.job.Rank.group` makes it, at no cost; the rank's end closes it.  Calls are served in order, one
     after the other; each begins when all ranks have made it.  They succeed with a `TransferRecord`, whose *engine*
@@ -42,7 +42,7 @@ class Group(Protocol):
 
     @property
     def growth_seconds(self) -> float:
-        """For how long this rank waited for that."""
+        """Seconds that this rank waited for growths."""
 
     def all_gather(
         self,
@@ -54,7 +54,7 @@ class Group(Protocol):
         timeout: float | None = None,
         label: str = "",
     ) -> Event:
-        """Bring the first *size* bytes (by default all) of every rank's *source* to every rank's *target*.
+        """Copy the first *size* bytes (default: all) of every rank's *source* into every rank's *target*.
 
         The piece of rank *i* goes to ``[i * size, (i + 1) * size)``.  It is a symmetric all-gather if *target* comes
         from pool `SYMMETRIC`, and a plain one otherwise.

@@ -22,7 +22,7 @@ SampleRow = tuple[str, str, float, float]
 
 @dataclass
 class Rank:
-    """What a program is given: who it is and what it may use.
+    """What a program gets: its name, its clock, and the parts that it may use.
 
     A program is a generator function of a `Rank` and plain arguments.  It yields events of this rank's clock,
     device, endpoint, channel and groups, and what it returns is the rank's result::
@@ -51,7 +51,7 @@ class Rank:
         self.recorder.gauge(kind, name, read)
 
     def counts(self, read: Callable[[], int], of: int) -> None:
-        """Have ``read()``, how many of *of* pieces of the job's work are done, shown now and then."""
+        """Show as progress that ``read()`` of *of* pieces of the job's work are done."""
         self.counted = read, of
 
     def group(self, names: Sequence[str]) -> Group:
@@ -139,7 +139,7 @@ class Target(Protocol):
 
 
 def ranks_named(ranks: Sequence[str], **times: Mapping[str, float]) -> None:
-    """Raise a `ConfigError` unless *ranks* have names of their own, and *times* are theirs and not before the start.
+    """Raise a `ConfigError` unless *ranks* have unique names and *times* are of these, from the start on.
 
     *times* are like those of `Target.run`: ``kill={"a": 0.5}``.
     """

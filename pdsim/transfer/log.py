@@ -27,7 +27,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class Compact:
-    """Data of columns that a program is given or returns: across processes as `plain`, within one as it is."""
+    """Columns that a program gets or returns; sent to other processes as `plain`."""
 
     @abstractmethod
     def plain(self) -> Any:
@@ -35,7 +35,7 @@ class Compact:
 
 
 def plain(value: object) -> Any:
-    """Return what msgspec is to encode of *value*, which it does not know.  Raise a `TypeError` if nobody does."""
+    """Return *value*, which msgspec cannot encode, as plain data.  Raise a `TypeError` if it is no `Compact`."""
     if isinstance(value, Compact):
         return value.plain()
     raise TypeError(f"{type(value).__name__} is not plain data, which can cross a process boundary")
@@ -117,7 +117,7 @@ TIMES = ("submitted", "prepared", "posted", "completed", "seen")
 
 
 class Kind(NamedTuple):
-    """What is the same in nearly all records of a rank: a log keeps each kind once, and its runs have codes."""
+    """Fields that repeat over the records of a rank; a log keeps each kind once, and runs refer to it by a code."""
 
     engine: str
     operation: str
@@ -127,7 +127,7 @@ class Kind(NamedTuple):
 
 
 class RecordRun(NamedTuple):
-    """So many records, one after the other, that differ in nothing but their times."""
+    """Consecutive records that differ only in their times."""
 
     kind: Kind
     label: str
@@ -293,7 +293,7 @@ class TransferLog(_RecordSequence):
         return chain.from_iterable(block.columns(kinds, rows) for block in self._read())
 
     def shapes(self) -> Counter[TransferShape]:
-        """Return how many records have which engine, operation, descriptors and bytes: a step for each run."""
+        """Return the number of records of each `TransferShape`, in one step a run."""
         counts = Counter[tuple[int, int, int]]()
         for block in self._read():
             for code, _, nbytes, descriptors, count in block.runs():
@@ -360,11 +360,11 @@ def logs(records: Sequence[TransferRecord]) -> Sequence[TransferLog]:
 
 
 def endpoints(records: Sequence[TransferRecord]) -> set[str]:
-    """Return the names of all that *records* go from or to."""
+    """Return the names of the sources and targets of *records*."""
     kinds = (kind for log in logs(records) for kind in log.kinds)
     return {name for kind in kinds for name in (kind.source, kind.target)}
 
 
 def shapes(records: Sequence[TransferRecord]) -> Counter[TransferShape]:
-    """Return how many of *records* have which engine, operation, descriptors and bytes."""
+    """Return the number of *records* of each `TransferShape`."""
     return records.shapes if isinstance(records, _Joined) else _Joined(logs(records)).shapes

@@ -46,7 +46,7 @@ def blind_error(deviations: Iterable[float]) -> float:
 
 
 def variants(config: Config) -> Iterator[tuple[str, Config, Config]]:
-    """Yield for each parameter that the calibration of *config* knows an interval of: its key, and both ends of it.
+    """Yield the key of each parameter with an interval in the calibration, and *config* at both ends of it.
 
     A ramp is one parameter, and so is the host, from the quickest to the slowest known, unless the run was given its
     ``host_factor``.  Raise a `ValueError` for an interval that cannot be parsed.
@@ -62,7 +62,7 @@ def variants(config: Config) -> Iterator[tuple[str, Config, Config]]:
 
 
 def predicted(config: Config, predict: Callable[[Config], Sequence[Value]]) -> list[Value]:
-    """Return what *predict* says of *config*, with the interval that the calibration leaves, if it has any.
+    """Return the predictions for *config*, with the interval that follows from its calibration, if it has one.
 
     *predict* is called once, and twice more for each parameter that has an interval (`variants`).  What adds in
     quadrature is the error that the calibration has at 95 of 100 points left out of its fit, and that of predictions

@@ -42,7 +42,7 @@ class Value:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What a prediction and a measurement of one thing have in common."""
+        """The key by which a prediction and its measurement are matched."""
         return self.group, self.label, self.quantity
 
 
@@ -67,7 +67,7 @@ class Compared:
 
     @property
     def spread(self) -> float | None:
-        """How far jobs are from what was measured, the furthest of them, relative; None of a single one."""
+        """Largest relative deviation of a job from the measured value; None with a single job."""
         if len(self.per_job) < 2:
             return None
         return max(abs(each / self.measured - 1.0) for each in self.per_job)
@@ -84,7 +84,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Bound:
-    """What the absolute error of a class may be, relative: 0.1 is 10 %.  A limit that is None does not judge."""
+    """Largest allowed error of a class, relative: 0.1 is 10 %.  None sets no limit."""
 
     median: float = math.inf
     p95: float | None = None
@@ -121,7 +121,7 @@ class Class:
 
 
 def mean(runs: Sequence[Sequence[Value]]) -> list[Value]:
-    """Return the geometric mean over *runs*, a job each, of each quantity that all of them have.
+    """Return the geometric mean over *runs*, which are jobs, of each quantity that all of them have.
 
     A quantity that a job lacks is left out, because a mean over fewer jobs would have another floor.
     """
@@ -135,7 +135,7 @@ def mean(runs: Sequence[Sequence[Value]]) -> list[Value]:
 
 
 def compare(predicted: Iterable[Value], measured: Iterable[Value]) -> list[Compared]:
-    """Return what both have, in the order of *predicted*.  Raise a `ConfigError` if there is nothing.
+    """Return the values that match, in the order of *predicted*.  Raise a `ConfigError` if there are none.
 
     Values match by `Value.key`; measurements that are not positive and finite are left out.
     """
@@ -344,7 +344,7 @@ Quantiles: TypeAlias = Mapping[str, Mapping[str, float]]
 
 
 def quantiles(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return each of `BOUNDS` in seconds for *rows* that ended well, without those that so few cannot give.
+    """Return each metric of `BOUNDS`, in seconds, of the *rows* that ended well, if they are enough for it.
 
     A 99th percentile takes 100 rows, a 90th ten (`pdsim.results.record.percentile`).
     """
@@ -359,13 +359,13 @@ def quantiles(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def values_of(of: Quantiles) -> list[Value]:
-    """Return *of* as what is compared: group and label are metric and part."""
+    """Return *of* as values to compare, whose group is the metric and whose label is the part."""
     every = ((part, *each) for part, metrics in of.items() for each in metrics.items())
     return [Value(metric, part, "time", 0, seconds) for part, metric, seconds in every if metric in BOUNDS]
 
 
 def compare_files(expected: Mapping[str, Any], measured: Mapping[str, Any]) -> list[Compared]:
-    """Return what the files of a validation of servers have in common; requests that failed are left out.
+    """Return the values that both files of a validation of servers have, without requests that failed.
 
     A measured value is the median of the runs that have it; *per_job* has the value of each run.  Raise a
     `ConfigError` if the files have nothing in common.

@@ -47,7 +47,7 @@ _WORKLOAD = Scale("time since the start of the workload", "s")
 
 
 def figures(run: KeptRun) -> list[Figure]:
-    """Return every figure that *run* has something for; none without evidence."""
+    """Return every figure for which *run* has data; none without evidence."""
     if run.evidence == "none":
         return []
     made = [*_of_claims(run), *_of_capacity(run), *_of_requests(run), *_of_transfers(run), _samples(run), _use(run)]
