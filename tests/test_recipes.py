@@ -260,7 +260,7 @@ def test_ranks_on_other_nodes_are_no_further_server():
     sizes = " ".join(f"parallel.{side}.tp=16 parallel.{side}.dp=8 parallel.{side}.ep=16" for side in SIDES)
     assert (
         " ".join(translated(servers(text)).words)
-        == f"engine=sglang model=deepseek-v3 {sizes} cache=sglang backend=mooncake"
+        == f"engine=sglang model=deepseek-v3 {sizes} cache=sglang compute.exchange_by=deepep backend=mooncake"
     )
 
 

@@ -65,6 +65,8 @@ class Compute:
     # of a dispatch, and of a combine (DeepEP's table, tests/serving/test_experts.py)
     exchange_latency: Seconds = 23e-6
     exchange_overlap: bool = False  # the halves of a batch take turns: one computes while the other's tokens travel
+    # how attention groups reach experts, by a table: engines gather all tokens in a node, unless told DeepEP
+    exchange_by: Annotated[str, "one of '', deepep, gather"] = ""
     overhead: Seconds = 2e-3  # of an iteration, scheduler and kernel launches
     # of small kernels in turn, that an iteration adds in each layer with experts, and with latent attention
     mixed_latency: Seconds = 0.0
@@ -105,6 +107,10 @@ _LONGEST = 64 << 8
 
 NETWORK_HOP = 5e-6
 """Seconds of a step of an all-reduce between nodes: NCCL, src/graph/tuning.cc, hwLat of a tree with LL."""
+
+
+GATHER = 14e-6
+"""Seconds of NCCL's all-gather, and of its reduce-scatter, of few tokens on 8 H200 (aiconfigurator, 2.29.2)."""
 
 
 def between_nodes(machine: Machine, ranks: int) -> tuple[float, float]:
@@ -169,7 +175,7 @@ def forward(model: Llm, machine: Machine, compute: Compute, side: Side, direct: 
         kv_bytes=kv_shape(model).token_bytes(side.attention_tp) / (side.pp * side.cp),
         overhead=compute.overhead,
         exchange=exchange(model, machine, compute, side.ep, side.dp, direct)
-        if side.ep > 1 < side.dp
+        if side.ep > 1 < side.dp and not gathers(machine, compute, side)
         else Exchange(),
         node=machine.gpus,
         between={ranks: between_nodes(machine, ranks) for ranks in (side.tp, side.attention_tp)},
@@ -179,6 +185,11 @@ def forward(model: Llm, machine: Machine, compute: Compute, side: Side, direct: 
         triton=compute.attention == "triton" and model.attention == "gqa",
         scale=compute.scale,
     )
+
+
+def gathers(machine: Machine, compute: Compute, side: Side) -> bool:
+    """Return whether every rank of *side* has the tokens of all its attention groups before the experts."""
+    return compute.exchange_by == "gather" or (not compute.exchange_by and side.tp <= machine.gpus)
 
 
 def forward_time(model: Llm, machine: Machine, compute: Compute, side: Side, direct: bool = False) -> ForwardTime:
@@ -265,7 +276,7 @@ class OperatorForward:
     Attention is divided among ``tp // dp`` ranks, everything else among *tp*, whose tokens are those of *dp* groups.
     Stages and context-parallel ranks, *share*, divide the work.  With expert parallelism a rank computes what is
     routed to its experts, which is as much work in the mean; without attention groups every rank has all tokens, so
-    that the sum after the experts stays, and with them tokens travel instead (*exchange*).
+    that the sum after the experts stays, and with them every rank gathers all tokens, or they travel (*exchange*).
     """
 
     model: Llm
@@ -525,7 +536,12 @@ class OperatorForward:
             total += mixed * self.experts(every, self._hit(every), shape.expert // self.tp, step)
             total += mixed * self._pointwise("routing", every, 6 * model.experts_per_token * model.hidden)
         total += model.layers * self._allreduce(tokens, self.tp // self.dp)
-        total += (dense if self.exchange else model.layers) * self._allreduce(every, self.tp)
+        # Groups gather their tokens before an MLP: those of prompts in a sum, as they differ in number, of a step by
+        # NCCL's all-gather, which with its reduce-scatter is one (SGLang 0.5.12, layers/dp_attention.py).
+        sum_of_all = self._allreduce(every, self.tp)
+        if self.dp > 1 and not self.exchange:
+            sum_of_all = sum_of_all - self._allreduce(1, self.tp) + 2 * GATHER if step else 2 * sum_of_all
+        total += (dense if self.exchange else model.layers) * sum_of_all
         return total + self.exchange.seconds(tokens)
 
     def _beside(self, tokens: int, sequences: int) -> float:

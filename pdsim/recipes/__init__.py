@@ -426,6 +426,8 @@ def _whole(engine: str, by_side: Mapping[str, Server], instances: Mapping[str, i
         config["compute.graph_tokens"] = _graph_tokens(prefill.flags)
     elif "triton" in (decode.flags.get(f"{side}attention-backend") for side in ("decode-", "")):
         config["compute.attention"] = "triton"
+    if "deepep" in decode.flags.get("moe-a2a-backend" if engine == "sglang" else "all2all-backend", ""):
+        config["compute.exchange_by"] = "deepep"
     if pair and (backend := _backend(engine, prefill)):
         config["backend"] = backend
     if config["cache"] == engine:

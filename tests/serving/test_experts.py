@@ -179,11 +179,12 @@ def test_followers_send_cached_pages_early():
     assert {metric.name: metric.value for metric in result.summary}["requests_failed"] == 0
 
 
-def test_by_tables_attention_groups_send_tokens_and_others_add_up():
+def test_by_tables_attention_groups_gather_tokens_or_send_them():
     config = compose(["hw=2x8xh200", "model=deepseek-v3", "parallel=tp8", "compute=h200_sglang_table"])
 
-    def step(**sizes):
-        return forward(config.model, config.hw, config.compute, Side(tp=8, **sizes), direct=True)
+    def step(by="", **sizes):
+        compute = replace(config.compute, exchange_by=by)
+        return forward(config.model, config.hw, compute, Side(tp=8, **sizes), direct=True)
 
     def longer(tokens):
         """Return how much longer the busiest rank with whole experts takes than one with a piece of each."""
@@ -191,6 +192,12 @@ def test_by_tables_attention_groups_send_tokens_and_others_add_up():
 
     assert longer(16) > 0
     assert step(ep=8).step(16) - step().step(16) == pytest.approx(longer(16))
-    wide, groups = step(dp=8, ep=8), step(dp=8)
-    sums = 58 * groups._allreduce(8 * 16, 8)  # of the layers with experts
-    assert wide.step(16) - groups.step(16) == pytest.approx(wide.exchange.seconds(16) - sums + longer(8 * 16))
+    sent, gathered, pieces = step("deepep", dp=8, ep=8), step(dp=8, ep=8), step(dp=8)
+    assert gathered.step(16) - pieces.step(16) == pytest.approx(longer(8 * 16))
+    # of the layers with experts, to which three are sent nothing
+    gather = 2 * 14e-6 + sent._allreduce(8 * 16, 8) - sent._allreduce(1, 8)
+    more = sent.exchange.seconds(16) - 58 * gather - 3 * (gather - sent._allreduce(8 * 16, 8))
+    assert sent.step(16) - gathered.step(16) == pytest.approx(more)
+    twice = 2 * 61 * sent._allreduce(8 * 4096, 8) - 3 * sent._allreduce(8 * 4096, 8)
+    longer_prompts = gathered._linear(4096, 1, False) - sent._linear(4096, 1, False)
+    assert longer_prompts == pytest.approx(twice - sent.exchange.seconds(4096))
