@@ -33,7 +33,7 @@ def test_a_probe_names_the_hash_of_its_predictions(path):
 
 
 def test_intervals_have_the_errors_of_sealed_validations():
-    assert validation.blind(validation._stored(measured=True)) == BLIND
+    assert validation.blind(validation._stored()) == BLIND
 
 
 def test_the_campaigns_are_what_the_committed_files_say():

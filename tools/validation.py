@@ -2,8 +2,6 @@
 """What predictions and measurements amount to: parts of docs/validation.md and of its data, and both figures.
 
     python -m tools.validation                 # data/live/campaigns.csv, docs/accuracy.svg and docs/live.svg
-    python -m tools.validation predictions     # prints what is predicted for machines not yet measured
-    python -m tools.validation hosts           # prints by which factor of host time each live host differs
 
 `tools.reference` writes the parts.  A validation is a folder of `data/validation` with the ``expectations.json`` and
 ``measurements.json`` of a run of ``pdsim validate``; loads of real servers are in `data/live`.  Nothing is measured
@@ -11,7 +9,6 @@ or predicted here: the two are compared as they were kept.  Figures need matplot
 """
 
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +23,7 @@ from pdsim.results.drawing import Figure, Marks, Panel, Scale
 from pdsim.validation.agreement import agreement
 from pdsim.validation.intervals import blind_error, cause
 from pdsim.validation.sealed import EXPECTED, MEASURED, predictions, read
-from pdsim.validation.verdicts import Class, Compared, Value, by_class, compare, prediction_table
+from pdsim.validation.verdicts import Class, Compared, Value, by_class, compare
 from tools import live_data
 from tools.live_data import DATA, METRICS
 from tools.tables import markdown
@@ -53,9 +50,6 @@ LENGTHS = ("128", "512", "2048", "8192", "32768")
 ENGINES = ("nvlink", "mooncake_nvlink", "nixl")
 KINDS = {"transfers": ("pair", "bidirectional"), "handoffs": ("handoff", "metadata"), "serving": ("serve",)}
 
-SLOWER = 1.25
-"""The factor of host time with which `hosts` asks the model how much that moves."""
-
 Floats = npt.NDArray[np.float64]
 
 RANDOM = 200
@@ -70,14 +64,13 @@ def _both(folder: Path) -> list[Compared]:
     return compare([Value(**row) for row in expected], [Value(**row) for row in measured])
 
 
-def _stored(measured: bool) -> list[Path]:
-    every = sorted(path.parent for path in STORED.glob(f"*/{EXPECTED}*"))
-    return [folder for folder in every if (folder / MEASURED).is_file() == measured]
+def _stored() -> list[Path]:
+    return sorted(path.parent for path in STORED.glob(f"*/{EXPECTED}*") if (path.parent / MEASURED).is_file())
 
 
 def transfers() -> Iterator[str]:
     """Yield the lines about all transfers that were measured: errors of every class, then gains."""
-    folders = _stored(measured=True)
+    folders = _stored()
     yield from _reached(folders)
     yield ""
     yield from _gains(folders)
@@ -180,32 +173,6 @@ def _gains(folders: Sequence[Path]) -> Iterator[str]:
 def _range(values: Sequence[float]) -> str:
     low, high = f"{min(values):.3g}", f"{max(values):.3g}"
     return low if low == high else f"{low} to {high}"
-
-
-def medians(folders: Sequence[Path]) -> Iterator[str]:
-    """Yield a table for each machine in *folders*: the predicted median of each class on each engine."""
-    made = [read(predictions(folder)) for folder in folders]
-    for hw in sorted({expected["hw"] for expected in made}, reverse=True):
-        rows: dict[tuple[str, str], dict[str, list[Any]]] = {}
-        engines = [expected for expected in made if expected["hw"] == hw]
-        for expected in engines:
-            for row in prediction_table([Value(**value) for value in expected["expected"]]).rows:
-                rows.setdefault((row[0], row[1]), {})[expected["backend"]] = list(row)
-        names = [expected["backend"] for expected in engines]
-        cells = []
-        for (group, quantity), values in rows.items():
-            told = [_median(values[name]) if name in values else "-" for name in names]
-            unit = "µs" if quantity == "time" else "GB/s"
-            cells.append([group, unit, max(row[2] for row in values.values()), *told])
-        yield f"### {hw}"
-        yield ""
-        yield from markdown(["class", "median", "points", *(f"`{name}`" for name in names)], cells)
-        yield ""
-
-
-def _median(row: Sequence[Any]) -> str:
-    value = f"{row[4]:,.0f}" if row[4] >= 1000.0 else f"{row[4]:.4g}"
-    return value + (f" ± {row[6]:.1f} %" if row[6] else "")
 
 
 def serving() -> Iterator[str]:
@@ -345,57 +312,12 @@ def live() -> Figure:
     return Figure("live", "", "", panels, columns=2)
 
 
-def hosts() -> Iterator[str]:
-    """Yield a table: the factor of host time that fits each host's sealed errors best, and what it explains.
-
-    How much each value moves with that time is the model's answer to ``engine.host_factor`` (`SLOWER`).  TTFT p99 is
-    left out, where SGLang's pauses are.
-    """
-    rows = []
-    for name in (name for names in POOLS.values() for name in names):
-        path, folder = live_data.blind()[name]
-        expected = live_data.sealed(path)
-        usual = live_data.again(expected, folder)["loads"]
-        words = [*expected["words"], f"engine.host_factor={SLOWER}"]
-        slow = live_data.again({**expected, "words": words}, folder)["loads"]
-        errors, moved = [], []
-        for metric, values in _errors(path, folder).items():
-            for load, error in values if metric != "ttft_p99_s" else ():
-                if before := usual[load]["metrics"].get(metric):
-                    errors.append(-math.log1p(error))
-                    moved.append(math.log(slow[load]["metrics"][metric] / before) / math.log(SLOWER))
-        rows.append([f"`{name}`", *host_factor(np.array(errors), np.array(moved))])
-    yield from markdown(
-        ["host", "factor", "explained, %"], [[row[0], f"{row[1]:.2f}", f"{row[2]:.0f}"] for row in rows]
-    )
-
-
-def host_factor(errors: Floats, moved: Floats) -> tuple[float, float]:
-    """Return the factor of host time that makes *errors* least, and how much of their squares it explains, in %.
-
-    Of each value its *errors*, the logarithm of measured over predicted, and its elasticity: shapes (n,).
-
-    >>> factor, explained = host_factor(np.array([math.log(2.0), 0.0]), np.array([1.0, 0.0]))
-    >>> round(factor, 3), round(explained)
-    (2.0, 100)
-    """
-    log = float(moved @ errors / (moved @ moved))
-    left = errors - log * moved
-    return math.exp(log), 100 * (1.0 - float(left @ left / (errors @ errors)))
-
-
-def main(words: Sequence[str]) -> None:
-    """Write the campaigns and the figures, or print the predictions or the factors of hosts."""
-    if list(words) == ["hosts"]:
-        print("\n".join(hosts()))
-        return
-    if list(words) == ["predictions"]:
-        print("\n".join(medians(_stored(measured=False))))
-        return
+def main() -> None:
+    """Write the campaigns and the figures."""
     CAMPAIGNS.write_text(campaigns(), encoding="utf-8")
     for figure in (accuracy(), live()):
         (ROOT / "docs" / f"{figure.name}.svg").write_bytes(drawing.image(figure, "svg", titled=False))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
