@@ -31,18 +31,8 @@ Marks = dict[str, str]  # "transfers.parquet bytes": type and hash of a column
 
 VOLATILE = {
     "run.json": (
-        *(
-            "schema",
-            "command",
-            "overrides",
-            "pdsim",
-            "packages",
-            "git",
-            "host",
-            "started",
-            "wall_seconds",
-            "evidence",
-        ),
+        *("schema", "command", "overrides", "pdsim", "packages", "git", "host", "started", "wall_seconds"),
+        "evidence",
     ),
     "summary.json": ("schema", "events", "notes"),
     "summary.json:metrics": ("scenarios_per_s", "events"),

@@ -21,14 +21,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hydra import compose, initialize_config_module
-from hydra.core.config_store import ConfigStore
-
 from experiments.serve import run
-from pdsim.config import Config, defaults, load
+from pdsim.config import Config
+from pdsim.config.compose import compose
 from pdsim.results.record import Result
 from pdsim.sim.model import Model
 
@@ -64,18 +62,6 @@ CASES = {
     "chunks": Case("hw=8xh20 scheduler.chunk=1024 workload.input_mean=100000", 1000.0, 125.0),
 }
 """`main` and `light` are Llama 3.1 70B on four GPUs for prefill and four for decode; a prompt has 2 to 3 chunks."""
-
-
-def configuration(overrides: Sequence[str]) -> Config:
-    """Return what `pdsim run` with *overrides*, by default on 8xh20, would run."""
-    from omegaconf import OmegaConf
-
-    ConfigStore.instance().store(name="_defaults", node=defaults())
-    with initialize_config_module("conf", version_base="1.3"):
-        composed = compose("config", overrides=list(overrides))
-    values = OmegaConf.to_container(composed, resolve=True)
-    assert isinstance(values, Mapping)
-    return load({str(key): value for key, value in values.items() if key != "hydra"})
 
 
 def measure(config: Config) -> tuple[Result, float]:
@@ -134,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.start:
         print(f"{'nodes':>6}{'CPU s':>8}{'events':>10}")
         for nodes in options.start:
-            result, seconds = measure(configuration(start(nodes)))
+            result, seconds = measure(compose(start(nodes)))
             assert result.outcome is not None
             assert not result.failures, result.failures[:3]
             print(f"{nodes:6}{seconds:8.2f}{result.outcome.events:10}", flush=True)
@@ -144,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bad = 0
     for name in options.case or CASES:
         overrides = overrides_of(CASES[name], options.trace, options.requests)
-        result, seconds = measure(configuration(overrides))
+        result, seconds = measure(compose(overrides))
         assert result.outcome is not None
         assert not result.failures, result.failures[:3]
         count = len(result.requests["id"])

@@ -370,11 +370,10 @@ class Check:
 def _machine() -> dict[str, set[str]]:
     shared = Path("/dev/shm")
     tasks = Path("/proc/self/task").iterdir()
-    opened = (path for path in Path("/proc/self/fd").iterdir())
     return {
         "process": {child for task in tasks for child in (task / "children").read_text().split()},
         "file in /dev/shm": {path.name for path in shared.iterdir() if not path.name.startswith("sem.mp-")},
-        "descriptor": {path.name for path in opened if path.is_symlink()},
+        "descriptor": {path.name for path in Path("/proc/self/fd").iterdir() if path.is_symlink()},
     }
 
 
