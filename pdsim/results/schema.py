@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, lru_cache
+from itertools import accumulate
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -161,19 +162,32 @@ def transfers_table(records: Sequence[TransferRecord]) -> pa.Table:
 
 def transfers_tables(records: Sequence[TransferRecord], rows: int = ROW_GROUP) -> Iterator[pa.Table]:
     """Yield `transfers_table` in tables of about so many *rows*, at least one."""
-    import pyarrow as pa
-
-    tables: list[pa.Table] = []
+    parts: list[Mapping[str, ArrayColumn]] = []
     size = 0
     for log in logs(records):
         for columns in log.columns(rows):
-            tables.append(_transfers(columns))
-            size += tables[-1].num_rows
+            parts.append(columns)
+            size += len(columns["status"])
             if size >= rows:
-                yield pa.concat_tables(tables)
-                tables, size = [], 0
-    if tables or not records:
-        yield pa.concat_tables(tables or [_schema(TRANSFERS).empty_table()])
+                yield _transfers(_joined(parts))
+                parts, size = [], 0
+    if parts:
+        yield _transfers(_joined(parts))
+    elif not records:
+        yield _schema(TRANSFERS).empty_table()
+
+
+def _joined(parts: Sequence[Mapping[str, ArrayColumn]]) -> dict[str, ArrayColumn]:
+    # A log of a rank is short in a short run, and Arrow takes as long for a short column as for a long one.
+    columns = {}
+    for name, first in parts[0].items():
+        values, words = [part[name].values for part in parts], None
+        if first.words is not None:
+            words = [word for part in parts for word in part[name].words or ()]
+            starts = accumulate((len(part[name].words or ()) for part in parts), initial=0)
+            values = [own + start for own, start in zip(values, starts, strict=False)]
+        columns[name] = ArrayColumn(np.concatenate(values), words)
+    return columns
 
 
 def _transfers(columns: Mapping[str, ArrayColumn]) -> pa.Table:
