@@ -51,6 +51,7 @@ class Scenario:
     engine: Engine
     collective: Collective | None  # with which context-parallel ranks gather
     text: str  # one line
+    plain: bool = False  # whether nothing goes wrong, and it is run twice (`experiments.faults.shortcuts`)
 
 
 class Span(NamedTuple):
@@ -225,11 +226,13 @@ class Causes:
         for limit, words in ((job.bootstrap_timeout, "no pages at decode"), (job.waiting_timeout, "not all of it")):
             if limit and words in status:
                 return past.ended - past.tries[-1][0] >= limit
-        if "the lease of" not in status or past.ended - past.tries[-1][0] < job.engine.lease:
+        began, _, *last = past.tries[-1]
+        if "the lease of" not in status or past.ended - began < job.engine.lease:
             return False
-        if any(self._is_out(instance, past.began, past.ended) for instance in past.instances):
+        if any(self._is_out(instance, began, past.ended) for instance in last):
             return True  # nobody reads, or renews
-        return self._waits_at_the_router(past) or self._scenario.faults.delay > job.engine.lease / 100  # in the mean
+        held = max(self._scenario.faults.delay, self._scenario.faults.lag)  # in the mean
+        return self._waits_at_the_router(past) or held > job.engine.lease / 100
 
     def _waits_at_the_router(self, past: History) -> bool:
         # It sends each try on twice, to prefill and with its answer to decode, one after the other. Decode's first
@@ -275,12 +278,12 @@ class Causes:
         The account of a request may be lost with its prefill instance, or where prefill has *given up* a room that
         decode serves, and a killed rank keeps none.
         """
-        gone = bool(self._outages or self._left)
+        gone = self._outages.keys() | self._left.keys()
         for number, (past, status, told) in enumerate(
             zip(self._histories, self._statuses, self._nbytes, strict=True)
         ):
-            room = past.tries[-1][1] if past.tries else -1
-            moved, lost = nbytes.get(room, 0), gone or room in given_up
+            _, room, *last = past.tries[-1] if past.tries else (0.0, -1)
+            moved, lost = nbytes.get(room, 0), bool(gone & {*last}) or room in given_up
             if status == "ok" and (moved > told > 0 if lost else moved != told):
                 yield f"request {number} is served with {told} bytes, its room moved {moved}"
 

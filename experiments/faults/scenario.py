@@ -23,13 +23,16 @@ from experiments.faults.settings import (
     LONGEST,
     another_engine,
     cached,
+    crowded,
     drafting,
     edge_lengths,
     full_queue,
     gathering,
     on_two_nodes,
+    small_ring,
     with_two_sizes,
 )
+from experiments.faults.shortcuts import compared, long_prompts
 from pdsim.compute.forward import Compute
 from pdsim.config import Config
 from pdsim.hardware.costs import Engine, EngineModel
@@ -44,7 +47,7 @@ from pdsim.sim.faults import Faults, Pause, Silence, Slow, Squeeze, Stale
 from pdsim.sim.model import Model
 from pdsim.transfer.job import RankSpec
 from pdsim.verify.invariants import InvariantChecker, Violation
-from pdsim.verify.reached import counted
+from pdsim.verify.reached import MESSAGES, counted
 
 __all__ = ["KINDS", "RARE", "Scenario", "Tried", "attempt", "draw"]
 
@@ -86,13 +89,21 @@ KINDS = {
     "changes": "instances drain, leave, join again, and are lost",
     "sizes": "pages of two sizes",
     "drafts": "speculative decoding; descriptor lists",
+    "lags": "three kinds of messages arrive late",
+    "stages": "small staging rings",
+    "crowds": "growing pages run out; users leave late",
+    "runs": "long prompts, no faults; shortcuts compared",
 }
 """The kinds of faults and unusual circumstances, and their effects: the table of `docs/faults.md`.
 
 New kinds are appended: each is drawn in this order, so that the kinds of earlier seeds stay as they were."""
 
-RARE = {"router": 0.15, "silences": 0.5, "pauses": 0.5}
+RARE = {"router": 0.15, "silences": 0.5, "pauses": 0.5, "stages": 0.7, "runs": 0.1}
 """By how much less likely than the others these are: little can be checked after the loss of the router."""
+
+_EXCLUDED = {"stages": {"pulls", "gathers", "sizes", "layouts", "caches"}, "crowds": {"sizes", "edges"}}
+_EXCLUDED["runs"] = KINDS.keys() - {"runs", "aborts", "hosts", "engines", "nodes"}
+"""Kinds that would undo others, and do not happen beside them."""
 
 DEADLINE = 2.0
 """Seconds of silence after which a rank counts as gone."""
@@ -178,6 +189,11 @@ _PAIRS = (  # of several instances on at least one side
     (Side(tp=1, instances=3), Side(tp=2)),
     (Side(tp=1), Side(tp=2, instances=3)),
 )
+_STAGED_PAIRS = (
+    (Side(tp=2, instances=2), Side(tp=1, instances=2)),
+    (Side(tp=1, instances=3), Side(tp=2)),
+    (Side(tp=1, instances=2), Side(tp=2, instances=2)),
+)
 _GATHER_PAIRS = ((Side(tp=1, cp=2, instances=2), Side(tp=1, instances=2)),)
 _MESSAGE_POLICIES = (  # which tell of arrivals and metadata by messages
     Policy(metadata="control", notify="message"),
@@ -224,12 +240,23 @@ def draw(
     chances = dict(zip(KINDS, random("kinds").random(len(KINDS)).tolist(), strict=True))
     chances |= dict.fromkeys(always, -1.0)
     kinds = [kind for kind in KINDS if chances[kind] < intensity * RARE.get(kind, 1.0) and kind not in without]
+    kinds = [kind for kind in kinds if kind in always or not _EXCLUDED.get(kind, set()) & always]
+    undone = {other for kind, others in _EXCLUDED.items() if kind in kinds for other in others}
+    kinds = [kind for kind in kinds if kind not in undone]
     geometry = random("geometry")
     config = _config(seed, geometry)
+    if "crowds" in kinds:
+        config = crowded(config, random("crowds"))
+    if "runs" in kinds:
+        prefill, decode = chosen(
+            "runs.sides", [pair for pair in _SIDES if max(pair[0].pp, pair[0].cp, pair[0].dp) == 1]
+        )
+        config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
+        config = replace(config, scheduler=replace(config.scheduler, chunk=chosen("runs.chunk", (8, 16, 32))))
     if "layouts" in kinds:
         prefill, decode = chosen("layouts", _WIDE_SIDES)
         config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
-    if "rings" in kinds:
+    if {"rings", "stages"} & {*kinds}:
         prefill, decode = chosen("rings", _STAGED_SIDES)
         config = replace(config, parallel=Parallel(prefill=prefill, decode=decode), model=_LLM)
     if "nodes" in kinds:
@@ -241,6 +268,8 @@ def draw(
     both = config.parallel.prefill, config.parallel.decode
     if "changes" in kinds and max(side.instances * side.dp for side in both) == 1:  # somebody serves meanwhile
         prefill, decode = chosen("changes.sides", _GATHER_PAIRS if gathers else _PAIRS)
+        if "stages" in kinds:
+            prefill, decode = chosen("changes.staged", _STAGED_PAIRS)
         config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
     if "sizes" in kinds and not {"caches", "held"} & set(kinds):  # which need equal pages
         config = with_two_sizes(config, random("sizes"))
@@ -249,17 +278,22 @@ def draw(
     asks = config.parallel.prefill.dp > 1 and random("query").random() < 0.5
     job = serve.job(config, serve.ServeOptions(deadline=DEADLINE, dp_rank="query" if asks else "room"))
     job = _squeezed(job, geometry, chosen("policies", _MESSAGE_POLICIES) if "policies" in kinds else None)
-    if "rings" in kinds and job.staging is None:
+    if {"rings", "stages"} & {*kinds} and job.staging is None:
         job = _squeezed(job, random("rings.job"), chosen("rings.policy", _STAGING_POLICIES))
+    if "stages" in kinds and job.staging is not None:
+        job = replace(job, staging=small_ring(job, random("stages")))
     requests, gap = _requests(seed, count)
     if "edges" in kinds:
         requests = edge_lengths(requests, job, random("edges"))
-    if "silences" in kinds and "delays" not in kinds:  # half of the time ranks are given up during handoffs
+    if "silences" in kinds and not {"delays", "lags"} & {*kinds}:  # half of the time ranks are lost in handoffs
         chance, share = random("haste").random(2).tolist()
         job = replace(job, deadline=DEADLINE * (10 ** (-1.7 + 0.7 * share) if chance < 0.5 else 1.0))
     for kind, change in CHANGES.items():
-        if kind in kinds:
+        if kind in kinds or (kind == "grows" and "crowds" in kinds):
             job = change(job, random(kind))
+    if "crowds" in kinds:
+        job = replace(job, engine=replace(job.engine, reserved_tokens=0))
+        requests = [request._replace(output=LONGEST[1]) for request in requests]
     machine, engine = config.hw, config.backend
     if "engines" in kinds:
         engine = another_engine(engine, random("engines"))
@@ -273,8 +307,12 @@ def draw(
         job = replace(job, prefill_pages=prefill_pages, decode_pages=decode_pages)
         assert machine.gpu is not None  # it copies within its memory at the rate of a link between two of them
         machine = replace(machine, gpu=replace(machine.gpu, memory_rate=2 * machine.interconnect.rate))
+    if "runs" in kinds:
+        job, requests = long_prompts(job, requests, random("runs"))
     job = _longer_than_first_contact(_of_whole_blocks(job))
     cancels = _cancels(random("aborts"), count) if "aborts" in kinds else {}
+    if "crowds" in kinds:
+        cancels |= _cancels(random("crowds.aborts"), count, 0.5, -2.5)
     span = 50 * gap + 0.5  # independent of the number of requests: few requests meet as many faults
     ranks = [name for instance in (*job.prefills, *job.decodes) for name in job.ranks(instance)]
     faults = _faults(random, kinds, ranks, span, job.deadline)
@@ -298,6 +336,9 @@ def draw(
         specs = [_holding(spec) for spec in specs]
     if "nodes" in kinds:
         faults = replace(faults, squeezes=tuple(_beside(squeeze, specs) for squeeze in faults.squeezes))
+    if "runs" in kinds:
+        faults, kill, restart, drains = Faults(), {}, {}, {}
+        cancels = {number: at for number, at in cancels.items() if number < len(requests)}
     arguments = dict(specs[0].arguments) | {"leaves": [[number, at] for number, at in cancels.items()], "calm": calm}
     arguments |= {"drains": [(instance, at, seconds) for instance, (at, seconds, *_) in drains.items()]}
     specs[0] = replace(specs[0], program="experiments.faults.programs:router", arguments=arguments)
@@ -318,6 +359,7 @@ def draw(
         engine=engine,
         collective=LIBRARY if gathers else None,
         text=text,
+        plain="runs" in kinds,
     )
 
 
@@ -327,6 +369,10 @@ def attempt(scenario: Scenario) -> Tried:
     Memory has contents, every transfer and message is watched, and a request may fail only for a reason that the
     scenario gives (`experiments.faults.causes`).
     """
+    if scenario.plain:
+        violations, statuses, events, reached = compared(scenario)
+        counts = Counter(status.partition(":")[0] for status in statuses)
+        return Tried(scenario.seed, violations, dict(counts), events, scenario.text, dict(reached))
     causes = Causes(scenario)
     checks = InvariantChecker(causes.rank)
     model = Model(
@@ -430,10 +476,10 @@ def _requests(seed: int, count: int) -> tuple[list[Request], float]:
     return [Request(at, *row) for at, row in zip(arrivals, lengths.tolist(), strict=True)], gap
 
 
-def _cancels(random: np.random.Generator, count: int) -> dict[int, float]:
-    # About a quarter of them.
-    draws = random.random((count, 2)).tolist()
-    return {number: 10.0 ** (-4.5 + 3.5 * after) for number, (chance, after) in enumerate(draws) if chance < 0.25}
+def _cancels(random: np.random.Generator, count: int, share: float = 0.25, least: float = -4.5) -> dict[int, float]:
+    # About that *share* of them, after 10 to the power of *least* seconds or up to 0.1.
+    draws = enumerate(random.random((count, 2)).tolist())
+    return {number: 10.0 ** (least + (-1.0 - least) * after) for number, (chance, after) in draws if chance < share}
 
 
 def _faults(random: Draw, kinds: Sequence[str], ranks: Sequence[str], span: float, deadline: float) -> Faults:
@@ -455,6 +501,8 @@ def _faults(random: Draw, kinds: Sequence[str], ranks: Sequence[str], span: floa
     return Faults(
         delayed=share if "delays" in kinds else 0.0,
         delay=10.0 ** (-4 + 2.5 * delay) if "delays" in kinds else 0.0,
+        lagging=_lagging(random("lags")) if "lags" in kinds else (),
+        lag=10.0 ** float(random("lags.mean").uniform(-3.5, -1.0)) if "lags" in kinds else 0.0,
         late=0.1 * late if "late" in kinds else 0.05 if "rings" in kinds else 0.0,
         lateness=0.5 * lateness if "late" in kinds or "rings" in kinds else 0.0,
         stray="stray" in kinds,
@@ -466,6 +514,12 @@ def _faults(random: Draw, kinds: Sequence[str], ranks: Sequence[str], span: floa
         silences=(Silence(*absence("silences")),) if "silences" in kinds else (),
         pauses=(Pause(*absence("pauses")),) if "pauses" in kinds else (),
     )
+
+
+def _lagging(random: np.random.Generator) -> tuple[bytes, ...]:
+    # The tag of a message is in its bytes, after its length (msgpack).  Ranks always say in time that they live.
+    names = random.permutation([name for name in MESSAGES if name not in ("Ping", "Pong")]).tolist()
+    return tuple(bytes([0xA0 + len(name)]) + name.encode() for name in names[:3])
 
 
 def _losses(

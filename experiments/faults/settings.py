@@ -13,6 +13,7 @@ from pdsim.hardware.costs import Collective, CollectiveModel, Engine
 from pdsim.hardware.machine import Nic
 from pdsim.kv.allgather import MEMORIES
 from pdsim.kv.pages import ORDERS
+from pdsim.kv.policy import Staging
 from pdsim.models.llm import Parallel, Side
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.settings import Cache, HostCosts
@@ -97,6 +98,23 @@ def full_queue(engine: Engine, random: np.random.Generator) -> Engine:
     depth = ((4, 16, 64) if full == "wait" else (128, 192, 256))[size]
     paths = {name: getattr(engine, name) for name in ("intra", "inter")}
     return replace(engine, **{name: path and replace(path, depth=depth, full=full) for name, path in paths.items()})
+
+
+def crowded(config: Config, random: np.random.Generator) -> Config:
+    """Return *config* with pages of one or two tokens and larger batches: requests that grow run out of pages."""
+    page, batch = random.random(2).tolist()
+    limits = replace(config.scheduler, decode_batch=4 + int(5 * batch))
+    return replace(config, kv=replace(config.kv, page_size=1 + int(2 * page)), scheduler=limits)
+
+
+def small_ring(job: Deployment, random: np.random.Generator) -> Staging:
+    """Return staging of *job* with a ring of a third of the longest prompt's part of a chunk to two of them."""
+    assert job.staging is not None
+    size, together = random.random(2).tolist()
+    tokens = (job.chunk // job.page_size + 1) * job.page_size  # of the buffer
+    longest = job.staging.buffer * min(1.0, LONGEST[0] / tokens)
+    ring, scatter = int(longest * 10.0 ** (0.8 * size - 0.5)), "chunk" if together < 0.7 else "writer"
+    return replace(job.staging, ring=ring, scatter=scatter)
 
 
 def another_engine(engine: Engine, random: np.random.Generator) -> Engine:

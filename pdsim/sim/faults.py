@@ -82,6 +82,8 @@ class Faults:
 
     delayed: float = 0.0  # share of control messages that are held up, and those behind them on the same socket
     delay: float = 0.0  # for how long, exponential
+    lagging: tuple[bytes, ...] = ()  # the same for half of those that contain one of these
+    lag: float = 0.0  # for how long, exponential
     late: float = 0.0  # share of transfers whose last byte is held up, also beyond their deadline
     lateness: float = 0.0  # for how long, exponential
     broken: float = 0.0  # share of transfers that the engine reports as failed, though some or all bytes have moved
@@ -99,7 +101,7 @@ class Faults:
         for name in ("delayed", "late", "broken"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"faults.{name} must be >= 0 and <= 1, got {getattr(self, name)}")
-        not_negative("faults", delay=self.delay, lateness=self.lateness, until=self.until)
+        not_negative("faults", delay=self.delay, lag=self.lag, lateness=self.lateness, until=self.until)
         for what, start, end, *factor in (*self.slow, *self.squeezes, *self.absences):
             not_negative(what, start=start, factor=sum(factor))
             if not start <= end:
@@ -148,6 +150,7 @@ class Chance:
     def __init__(self, faults: Faults, seed: int) -> None:
         self._faults = faults
         self._messages = uniforms(seed, "fabric.messages")
+        self._lags = uniforms(seed, "fabric.lags")
         self._lateness = uniforms(seed, "fabric.lateness")
         self._instants = uniforms(seed, "fabric.instants")
         self._tears = uniforms(seed, "fabric.tears")
@@ -160,11 +163,13 @@ class Chance:
         """Hold up nothing from now on."""
         self._calm = True
 
-    def message(self, sender: str, receiver: str, at: float) -> float:
-        """Return when the next control message between these ranks arrives that would do so *at*."""
+    def message(self, sender: str, receiver: str, payload: bytes, at: float) -> float:
+        """Return when *payload*, the next control message between these ranks, arrives that would do so *at*."""
         if self._calm:
             return at
         at += _held(self._messages, self._faults.delayed, self._faults.delay)
+        if self._faults.lagging and any(part in payload for part in self._faults.lagging):
+            at += _held(self._lags, 0.5, self._faults.lag)
         for rank, start, end in self._faults.silences:
             if rank in (sender, receiver) and start <= at < end:
                 at = end

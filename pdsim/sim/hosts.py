@@ -46,7 +46,7 @@ class SimChannel:
         job: Clock,
         clock: Clock,
         ranks: dict[str, SimChannel],
-        hold: Callable[[str, str, float], float] | None = None,
+        hold: Callable[[str, str, bytes, float], float] | None = None,
         watch: Callable[[str, str, bytes], None] | None = None,
         delay: Callable[[str, str], float] | None = None,
         host_latency: HostLatency | None = None,
@@ -82,7 +82,7 @@ class SimChannel:
         at = sent + latency
         if self._hold is not None:
             after = nextafter(self._arrivals.get(receiver, 0.0), inf)
-            at = self._arrivals[receiver] = max(self._hold(self.name, receiver, at), after)
+            at = self._arrivals[receiver] = max(self._hold(self.name, receiver, payload, at), after)
         channel._inbox.arrive_at(at, Message(self.name, payload))
 
     def receive(self) -> Event:

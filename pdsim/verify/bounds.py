@@ -9,7 +9,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from pdsim.kv.messages import Arrival, Finished, Status, Submit, instance_of
+from pdsim.kv.messages import Arrival, Finished, Status, Submit, epoch_of, instance_of
 from pdsim.kv.pull import KvReader
 from pdsim.kv.push import KvSender
 from pdsim.kv.receiver import KvReceiver
@@ -28,8 +28,9 @@ _PHASES = ("noticed", "started", "prefilled", "arrived", "polled", "joined", "fi
 class BoundsChecker:
     """Calls *report* with an invariant (I12 to I15) and a text for what is not wanted, too long or too much."""
 
-    def __init__(self, report: Callable[[str, str], None]) -> None:
+    def __init__(self, report: Callable[[str, str], None], reached: Counter[str]) -> None:
         self._report = report
+        self._reached = reached
         self.moved: set[int] = set()  # rooms that have posted a transfer
         self._posted: set[tuple[Any, ...]] = set()
         self.nbytes = Counter[int]()  # by room: of transfers that succeeded, and of metadata in messages
@@ -63,6 +64,8 @@ class BoundsChecker:
             watched.batch.finished = partial(self._leaves, scheduler.batch, scheduler.batch.finished)
         if isinstance(member.worker, PrefillWorker):
             worker: Any = member.worker
+            if scheduler is not None and member.job.cache.found != "scheduled":
+                worker.compute = partial(self._begins_forward, member, worker.compute)
             if worker.tiers is not None and not member.job.cache.overlap:
                 worker.tiers.move = partial(self._loads, member, worker.tiers.move)
                 worker.compute = partial(self._computes, member, worker.compute)
@@ -83,8 +86,7 @@ class BoundsChecker:
             kv.arrive = partial(self._counted, member, receiver.arrive)
             if kv.landing is not None:
                 kv.landing._arrive = kv.arrive
-                for name in ("ask", "scatter", "give_back", "forget", "_expire"):
-                    setattr(kv.landing, name, partial(self._in_line, member, kv.landing, getattr(kv.landing, name)))
+                _Ring(self._report, self._reached, member)
 
     def said(self, arrival: Arrival) -> None:
         """Count the metadata that *arrival* brings."""
@@ -170,6 +172,12 @@ class BoundsChecker:
             self._report("I10", f"{member.rank.name} begins a forward with KV that is not back from a tier")
         return begin(message)
 
+    def _begins_forward(self, member: Any, compute: Callable[[Any], Any], message: Any) -> Any:
+        rooms = [(chunk.room, member.scheduler.rooms.get(chunk.room)) for chunk in message.chunks]
+        for number in [number for number, room in rooms if room is None or room.failed]:
+            self._report("I13", f"{member.rank.name} begins a forward of room {number}, which is over or has failed")
+        return compute(message)
+
     def _begins(self, member: Any, begin: Callable[[], None]) -> None:
         coming = self._coming.get(id(member))
         if coming is not None and not coming.triggered:
@@ -243,12 +251,66 @@ class BoundsChecker:
             self._report("I14", f"{member.rank.name} counts {what}, there are {most}")
         arrive(arrival, reason, count)
 
-    def _in_line(self, member: Any, landing: Any, method: Callable[..., None], *arguments: Any) -> None:
-        # Whatever freed a slot before this has also given it to whoever waits.
-        line = landing.ring._line
-        if line and landing.ring._place(next(iter(line.values()))) is not None and not member.has_ended:
-            self._report("I12", f"a chunk waits for a slot of the ring of {member.rank.name}, where it fits")
+
+class _Ring:
+    """Watches the staging ring of a decode rank: who waits for a slot, and for whom slots and blocks are kept."""
+
+    def __init__(self, report: Callable[[str, str], None], reached: Counter[str], member: Any) -> None:
+        self._report, self._reached, self._member = report, reached, member
+        self._landing = member.mover.receiver.landing
+        self._writers: dict[Any, str] = {}  # by question: the incarnation that asked
+        for name in ("ask", "scatter", "give_back", "forget", "sever", "_expire", "_scattered"):
+            setattr(self._landing, name, partial(self._called, name, getattr(self._landing, name)))
+
+    def _called(self, name: str, method: Callable[..., None], *arguments: Any) -> None:
+        if name == "ask":
+            asked = arguments[1]
+            self._writers[asked.room, asked.writer, asked.chunk] = asked.prefill
+        self._check_line()
+        before = self._states()
         method(*arguments)
+        after = self._states()
+        for key in {**before, **after}:
+            step = before.get(key, "new"), after.get(key, "over")
+            if step[0] != step[1]:
+                self._reached[f"slot {step[0]}>{step[1]}"] += 1
+        if not self._member.has_ended:
+            self._check_line()
+            self._check_kept(arguments[0] if name == "sever" else "")
+            if name == "scatter":
+                self._check_scattered(arguments[0])
+
+    def _states(self) -> dict[Any, str]:
+        line, states = self._landing.ring._line, {}
+        for key, one in self._landing._questions.items():
+            here = "scattering" if one.scattering else "arrived" if one.arrival else "given"
+            states[key] = "waiting" if key in line else here
+        return states
+
+    def _check_line(self) -> None:
+        # Whatever freed a slot has also given it to whoever waits.
+        ring = self._landing.ring
+        if ring._line and ring._place(next(iter(ring._line.values()))) is not None and not self._member.has_ended:
+            self._report("I12", f"a chunk waits for a slot of the ring of {self._member.rank.name}, where it fits")
+
+    def _check_kept(self, severed: str) -> None:
+        # A room that is over here keeps only slots that its writer may still reach, and a dead writer none; ranks
+        # are *severed* one after the other.
+        proven, name = self._member.mover.fence._proven, self._member.rank.name
+        for key, state in self._states().items():
+            question, writer = self._landing._questions[key], self._writers[key]
+            if question.forgotten and state in ("waiting", "arrived"):
+                self._report("I8", f"{name} has forgotten room {key[0]}, and keeps a chunk of it: {state}")
+            dead = proven.get(instance_of(writer), 0) >= epoch_of(writer)
+            if dead and severed in ("", question.sender) and state != "scattering":
+                self._report("I8", f"{name} keeps a slot for {writer}, of which nothing moves any more: {key}")
+
+    def _check_scattered(self, arrival: Arrival) -> None:
+        key, states = (arrival.room, arrival.writer, arrival.chunk), self._states()
+        others = [state for other, state in states.items() if (other[0], other[2]) == (key[0], key[2])]
+        if states.get(key) == "arrived" and "given" not in others:
+            what = f"chunk {arrival.chunk} of room {arrival.room} is here"
+            self._report("I12", f"all of {what}, and {self._member.rank.name} does not scatter it")
 
 
 class _Stall:

@@ -65,6 +65,7 @@ INVARIANTS = {
     "I13": "Failed rooms post nothing, draining instances get none; rooms of users who left end with the step.",
     "I14": "All output tokens are decoded, stages in order; writes and bytes count once.",
     "I15": "Transfers and waits end by their deadline; nothing is given up sooner; send queues keep their depth.",
+    "I16": "Runs of forwards and isolated transfers end as single ones do.",
 }
 """The checked invariants, by name; `docs/faults.md` has the table."""
 
@@ -108,7 +109,7 @@ class InvariantChecker(Observer):
         self._computed = ComputedChecker(self._report)
         self._owners = OwnershipChecker(self._report, self._computed)
         self._leftovers = LeakChecker(self._report)
-        self.bounds = BoundsChecker(self._report)
+        self.bounds = BoundsChecker(self._report, self.reached)
         self._waits = WaitChecker(self._report)
         self._members: dict[str, Any] = {}
         self._gone: set[str] = set()

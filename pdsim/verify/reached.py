@@ -20,7 +20,9 @@ DIAGRAMS = {
     "prefill": "waiting>queued queued>running running>over running>kept kept>over kept>revoked revoked>over "
     "waiting>failed queued>failed running>failed failed>over",
     "decode": "reserved>arrived arrived>ready ready>running running>over running>preempted preempted>running "
-    "reserved>failed failed>over",
+    "preempted>over reserved>failed failed>over",
+    "slot": "new>waiting new>given waiting>given waiting>over given>arrived given>scattering "
+    "arrived>scattering arrived>over given>over scattering>over",
     "sender": "WAITING>TRANSFERRING TRANSFERRING>SUCCESS WAITING>FAILED TRANSFERRING>FAILED",
 }
 """The transitions of each diagram, as ``from>to``."""

@@ -12,7 +12,7 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from pdsim.kv.messages import PrefillDone, Renew
+from pdsim.kv.messages import PrefillDone, Renew, leader
 from pdsim.kv.receiver import KvReceiver
 from pdsim.serving.decode import DecodeScheduler
 from pdsim.serving.prefill import PrefillRequest
@@ -194,6 +194,11 @@ def _chores(router: Any) -> Iterator[str]:
     for number, request in router._rooms.items():
         if request.finished is not None and (request.prefilled or request.lost):
             yield f"room {number} is over, and not closed"
+        needed = (request.prefill, request.decode)[request.prefilled :]
+        if request.lost:
+            needed = tuple(name for name in (request.prefill, request.decode) if leader(name) == request.asked)
+        for name in [name for name in needed if name and not router.registry.alive(name)]:
+            yield f"room {number} waits for {name}, which is over"
 
 
 def _work(scheduler: Any) -> Iterator[str]:

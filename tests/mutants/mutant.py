@@ -47,7 +47,7 @@ class Mutant:
     def catch(self, seeds: Iterable[int] = range(LIMIT)) -> Caught | None:
         """Explore *seeds* until *invariant* does not hold; return None if it always does."""
         # kinds that would undo its setting: they choose ranks, machine, policy or the program of decode
-        kinds = ("caches", "gathers", "held", "layouts", "nodes", "policies", "sizes")
+        kinds = ["caches", "crowds", "gathers", "held", "layouts", "nodes", "policies", "runs", "sizes", "stages"]
         without, run = frozenset(kinds if self.setting else ()), 0
         for seed in seeds:
             with patched(self.setting):

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scenarios without faults, run with and without what stands for many events: both must end alike.
+
+`pdsim.serving.forward_runs` tells of the forwards of a long prompt in one message, and `pdsim.sim.posting` has one
+event for a transfer that shares nothing.  Checkers and faults turn the first off, so these scenarios have neither.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from itertools import count
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from experiments.faults.causes import Scenario
+from pdsim.serving.deployment import Deployment
+from pdsim.serving.forward_runs import ForwardRuns
+from pdsim.serving.settings import HostCosts
+from pdsim.serving.workload import Request
+from pdsim.sim.faults import Faults
+from pdsim.sim.model import Model
+from pdsim.sim.posting import IsolatedTransfers
+from pdsim.transfer.job import Outcome
+from pdsim.verify.invariants import Violation
+
+_LONGEST = 400
+"""Tokens of a prompt, at most."""
+
+_FEW = 15
+"""Requests of a scenario, at most."""
+
+_APART = 1e-5
+"""Seconds by which the same end may differ: a message that is longer by some bytes takes 10 ns more, and more where
+others wait for it."""
+
+
+def long_prompts(
+    job: Deployment, requests: Sequence[Request], random: np.random.Generator
+) -> tuple[Deployment, list[Request]]:
+    """Return *job* whose host knows when forwards end and is faster than they are, and long *requests*."""
+    more, send, slower = random.random(3).tolist()
+    costs = {each.name: getattr(job.engine.prefill, each.name) / 100 for each in fields(HostCosts)}
+    engine = replace(
+        job.engine,
+        ahead=True,
+        overlap=True,
+        noticed="decode",
+        prefill=HostCosts(**(costs | {"send": 10.0 ** (-6.0 + 2 * send)})),
+    )
+    notify = "write" if job.handoff.notify == "poll" else job.handoff.notify
+    tokens = [40 + int((_LONGEST - 40) * share) for share in random.random(len(requests)).tolist()]
+    pages = [int(job.page_count(longest) * (1.0 + 3 * more)) for longest in (_LONGEST, _LONGEST + 8)]
+    job = replace(
+        job,
+        engine=engine,
+        handoff=replace(job.handoff, notify=notify),
+        prefill_pages=pages[0],
+        decode_pages=pages[1],
+        staging=None,
+    )
+    spread = 10 ** (2 * slower)  # from prompts that wait for each other to some that are alone
+    return job, [
+        request._replace(arrival=request.arrival * spread, input=many)
+        for request, many in zip(requests[:_FEW], tokens, strict=False)
+    ]
+
+
+def compared(scenario: Scenario) -> tuple[list[Violation], list[str], int, Counter[str]]:
+    """Return what differs, the statuses of the requests, the events, and how many runs of forwards there were."""
+    runs = count()
+    with _apart(ForwardRuns, "begin", lambda begin, *message: (next(runs), begin(*message))[1]):
+        at_once = _run(scenario, None)
+    with _apart(IsolatedTransfers, "begin", lambda *_: False):
+        one_by_one = _run(scenario, Faults())
+    violations = [Violation("I16", at_once.seconds, what) for what in _differences(at_once, one_by_one)]
+    statuses = [row[3] for row in at_once.ranks["router"].value["rows"]]
+    return violations, statuses, at_once.events, Counter(Forwards=next(runs))
+
+
+def _run(scenario: Scenario, faults: Faults | None) -> Outcome:
+    # With a plan of faults, though it has none, nobody knows when forwards end.
+    model = Model(scenario.machine, scenario.engine, seed=scenario.seed, faults=faults, limit=scenario.limit)
+    return model.run(scenario.specs)
+
+
+@contextmanager
+def _apart(owner: Any, name: str, instead: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    with patch.object(owner, name, lambda *arguments: instead(original, *arguments)):
+        yield
+
+
+def _differences(one: Outcome, other: Outcome) -> Iterator[str]:
+    for name, rank in one.ranks.items():
+        if rank.error or other.ranks[name].error:
+            yield f"{name} ended: {rank.error or other.ranks[name].error}"
+            return
+    rows = zip(one.ranks["router"].value["rows"], other.ranks["router"].value["rows"], strict=True)
+    for number, (mine, its) in enumerate(rows):
+        if not all(map(_same, mine, its)):
+            yield f"request {number} is {mine}, and one by one {its}"
+            return
+    for name, rank in one.ranks.items():
+        mine, its = (sorted(map(_moved, each.transfers)) for each in (rank, other.ranks[name]))
+        if len(mine) != len(its):
+            yield f"{name} moves {len(mine)} transfers, and one by one {len(its)}"
+        for first, second in zip(mine, its, strict=False):
+            if not all(map(_same, first, second)):
+                yield f"{name} moves {first}, and one by one {second}"
+                return
+
+
+def _moved(record: Any) -> tuple[Any, ...]:
+    return (
+        record.label,
+        record.source,
+        record.target,
+        record.nbytes,
+        record.submitted,
+        record.posted,
+        record.completed,
+    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    return abs(one - other) <= _APART if isinstance(one, float) and isinstance(other, float) else bool(one == other)
