@@ -371,8 +371,8 @@ def attempt(scenario: Scenario) -> Tried:
     """
     if scenario.plain:
         violations, statuses, events, reached = compared(scenario)
-        counts = Counter(status.partition(":")[0] for status in statuses)
-        return Tried(scenario.seed, violations, dict(counts), events, scenario.text, dict(reached))
+        ends = dict(Counter(status.partition(":")[0] for status in statuses))
+        return Tried(scenario.seed, violations, ends, events, scenario.text, dict(reached))
     causes = Causes(scenario)
     checks = InvariantChecker(causes.rank)
     model = Model(

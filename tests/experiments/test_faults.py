@@ -368,7 +368,8 @@ NOT_DRAWN = {
     "engine.version": "names the settings that a release starts with, which are drawn one by one",
     "layerwise, colocated": "contents are not checked: pdsim refuses or skips them with memory=tracked",
     "backend.path, backend.call, backend.descriptor, backend.latency, backend.rate, backend.line, "
-    "backend.copy_rate, backend.fresh_descriptor, backend.lanes, backend.ramp, backend.small, backend.workers, backend.by_option":
+    "backend.copy_rate, backend.fresh_descriptor, backend.lanes, backend.ramp, backend.small, backend.workers, "
+    "backend.by_option":
     "lengths of posting and of the wire, which other times of the scenario vary",
 }  # fmt: skip
 """Settings that are the same in all scenarios, and why."""
