@@ -227,7 +227,7 @@ class RequestLog(Sequence[list[Any]], Compact):
     def __init__(self, count: int, journal: Spill | None = None) -> None:
         self.start = 0.0
         self._journal = journal
-        self._ended: list[int] = []  # not yet in the journal
+        self._ended: list[list[Any]] = []  # not yet in the journal
         self._words: list[str] = [""]
         self._codes = {"": 0}
         self._prefill, self._decode, self._status = (array("i", bytes(4 * count)) for _ in range(3))
@@ -261,13 +261,13 @@ class RequestLog(Sequence[list[Any]], Compact):
     def put(self, number: int, prefill: str, decode: str, nbytes: int, status: str, ended: Finished | None) -> None:
         """Set the row of request *number*, which *ended* like that; None for one that never got its tokens."""
         names = () if ended is None else STAMPS[:_OWN] if ended.first is None else STAMPS
-        self._set(number, prefill, decode, nbytes, status, *[getattr(ended, name) for name in names])
+        row = [number, prefill, decode, nbytes, status, *[getattr(ended, name) for name in names]]
+        self._set(*row)
         if self._journal is not None and status:
-            self._ended.append(number)
+            self._ended.append(row)
             if len(self._ended) == JOURNAL_BLOCK:
-                rows = [[number, *self[number]] for number in self._ended]
-                self._journal.append(_encode_block(RowBlock(self.start, len(self), rows)))
-                self._ended.clear()
+                self._journal.append(_encode_block(RowBlock(self.start, len(self), self._ended)))
+                self._ended = []
 
     def _set(self, number: int, prefill: str, decode: str, nbytes: int, status: str, *stamps: float | None) -> None:
         self._prefill[number] = self._code(prefill)
