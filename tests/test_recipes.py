@@ -177,6 +177,23 @@ def test_variables_of_the_library_choose_the_wire(tls, force, connector, found):
     compose([*recipe.words, "workload=smoke"])
 
 
+def test_gpus_of_a_node_keep_nvlink_where_nodes_have_tcp():
+    text = WIRES.format(tls="cuda_ipc,cuda_copy,tcp", force="0", connector="NixlConnector")
+    config = compose([*translated(servers(text), hw="2x8xh100").words, "workload=smoke"])
+    assert (config.backend.intra.path, config.backend.inter.path) == ("nvlink", "tcp")
+    assert config.backend.inter.isolated_time(1, 1 << 30) == pytest.approx(2**30 / 2e9, rel=1e-3)
+
+
+def test_cards_are_read_from_a_flag_and_addresses_change_nothing():
+    text = "MC_GID_INDEX=3 python -m sglang.launch_server --model-path Qwen/Qwen3-8B --disaggregation-mode %s "
+    sides = [f"{text % side} --disaggregation-ib-device mlx5_1,mlx5_3" for side in ("prefill", "decode")]
+    recipe = translated(servers(" &\n".join(sides)), hw="2x8xh100")
+    assert "hw.nic.devices=[1,3]" in recipe.words
+    assert "MC_GID_INDEX=3" in recipe.timeless
+    assert not recipe.unmodelled
+    assert compose([*recipe.words, "workload=smoke"]).hw.nic.devices == (1, 3)
+
+
 LMCACHE = (
     "LMCACHE_MAX_LOCAL_CPU_SIZE=18 LMCACHE_LOCAL_DISK=file:///kv LMCACHE_MAX_LOCAL_DISK_SIZE=36 "
     "LMCACHE_REMOTE_URL=lm://store vllm serve Qwen/Qwen3-8B -tp=2 --kv-transfer-config "

@@ -50,7 +50,7 @@ TIMELESS = re.compile(
     r"|middleware|data-parallel-((hybrid|external)-lb|size-local|backend|(rank|start)\S*)|config-format"
     r"|generation-config|kv-events-config|watchdog-\S+|enable-metrics\S*|collect-\S+|dyn-\S+|store-kv|\S+-plane"
     r"|use-\S+-tokenizer"
-    r"|endpoint|skip-tokenizer-init|language-model-only|disaggregation-ib-device|(no-)?enable-chunked-prefill"
+    r"|endpoint|skip-tokenizer-init|language-model-only|(no-)?enable-chunked-prefill"
     r"|enable-cache-report|load-balance-method|prefill-round-robin-balance|model-loader-\S+"
 )
 """Flags that change no modelled time, or that say what the simulator does anyway."""
@@ -340,7 +340,8 @@ def translated(every: Sequence[Server], hw: str = "", ignore_unknown: bool = Fal
         config = {"hw": hw, **config}
     taken: list[tuple[str, str, str]] = []
     for side, server in by_side.items():
-        for variable, decided in wire_chosen(server.environment, str(config.get("backend", ""))).items():
+        cards = {f"--{_CARDS}": server.flags[_CARDS]} if _CARDS in server.flags else {}
+        for variable, decided in wire_chosen({**server.environment, **cards}, config.get("backend", "")).items():
             config |= decided
             taken += [(side, variable, f"{key}={value}") for key, value in decided.items()]
     words = tuple(f"{key}={value}" for key, value in config.items())
@@ -352,6 +353,8 @@ def translated(every: Sequence[Server], hw: str = "", ignore_unknown: bool = Fal
             key = flags.get(flag.removeprefix("no-"), "").format(side="decode" if side == "server" else side)
             if key in config:
                 taken.append((side, typed, f"{key}={config[key]}"))
+            elif flag == _CARDS and any(name.startswith(f"--{flag}=") for _, name, _ in taken):
+                continue
             elif flag.removeprefix("no-") not in flags and not TIMELESS.fullmatch(flag):
                 if not ignore_unknown:
                     raise ConfigError(
@@ -361,6 +364,7 @@ def translated(every: Sequence[Server], hw: str = "", ignore_unknown: bool = Fal
                 unknown.append(typed)
             else:
                 (timeless if key or TIMELESS.fullmatch(flag) else unmodelled).append(typed)
+        timeless += [f"{name}={value}" for name, value in server.environment.items() if name in _ADDRESSES]
         environment = {name: value for name, value in server.environment.items() if name in VARIABLES}
         for word in described(environment, str(config.get("backend", "")).partition("_")[0]):
             taken.append((side, "environment", word))
@@ -536,12 +540,13 @@ def _experts(model: str) -> int:
 
 def _shipped(model: str) -> dict[str, Any]:
     # the file of *model*; nothing without one
+    return _file("model", model) if model in plugins.options("model") else {}
+
+
+def _file(group: str, name: str) -> dict[str, Any]:
     import yaml
 
-    if model not in plugins.options("model"):
-        return {}
-    text = (plugins.conf() / "model" / f"{model}.yaml").read_text(encoding="utf-8")
-    return dict(yaml.safe_load(text))
+    return dict(yaml.safe_load((plugins.conf() / group / f"{name}.yaml").read_text(encoding="utf-8")))
 
 
 def _model(server: Server, engine: str) -> dict[str, Any]:
@@ -588,6 +593,9 @@ def _number(flag: str, text: str) -> float:
 
 _FAST = {"all", "ib", "rc", "dc", "ud", "srd"}  # and rc_x, rc_verbs, ud_mlx5 ...
 _NO = ("0", "n", "no", "off", "false", "")
+_CARDS = "disaggregation-ib-device"
+_ADDRESSES = ("UCX_IB_GID_INDEX", "MC_GID_INDEX", "NCCL_IB_GID_INDEX", "UCX_IB_TRAFFIC_CLASS", "MC_IB_TC")
+"""Variables that choose an address or a class of the same wire: with a wrong one nothing connects."""
 
 
 def wire_chosen(environment: Mapping[str, str], backend: str) -> dict[str, dict[str, str]]:
@@ -596,7 +604,8 @@ def wire_chosen(environment: Mapping[str, str], backend: str) -> dict[str, dict[
     What is the default of UCX, ``UCX_TLS=all`` or ``UCX_IB_GPU_DIRECT_RDMA=try``, decides nothing, nor does
     ``UCX_MAX_RNDV_RAILS``: NIXL reads and writes remote memory, which ``UCX_MAX_RMA_RAILS`` spreads
     (`src/ucp/rma/put_offload.c`, openucx/ucx 9466d104; `src/plugins/ucx/ucx_utils.cpp`, ai-dynamo/nixl 8770b655).
-    An interface such as ``eth0`` in the place of ``mlx5_0:1`` leaves TCP.
+    An interface such as ``eth0`` in the place of ``mlx5_0:1``, or ``cuda_ipc`` without verbs, leaves NVLink within a
+    node and TCP between nodes (`conf/backend/nixl_tcp.yaml`).  Bonds are not numbered as cards are.
 
     >>> wire_chosen({"UCX_TLS": "tcp,cuda_copy", "UCX_MAX_RMA_RAILS": "2"}, "nixl_vllm")
     {'UCX_TLS=tcp,cuda_copy': {'backend': 'nixl_tcp'}, 'UCX_MAX_RMA_RAILS=2': {'hw.nic.rails': '2'}}
@@ -604,6 +613,10 @@ def wire_chosen(environment: Mapping[str, str], backend: str) -> dict[str, dict[
     ({'UCX_TLS=^ib,cuda_ipc': {'backend': 'nixl_tcp'}}, {})
     >>> wire_chosen({"UCX_NET_DEVICES": "mlx5_0:1,mlx5_3:1"}, "nixl")
     {'UCX_NET_DEVICES=mlx5_0:1,mlx5_3:1': {'hw.nic.devices': '[0,3]'}}
+    >>> wire_chosen({"UCX_TLS": "cuda_ipc,tcp"}, "nixl")["UCX_TLS=cuda_ipc,tcp"]["backend.inter.path"]
+    'tcp'
+    >>> wire_chosen({"MC_MS_FILTERS": "mlx5_0, mlx5_2", "MC_MS_AUTO_DISC": "1"}, "mooncake")
+    {'MC_MS_FILTERS=mlx5_0, mlx5_2': {'hw.nic.devices': '[0,2]'}}
     >>> wire_chosen({"MC_FORCE_TCP": "1", "UCX_TLS": "tcp", "MC_NUM_QP_PER_EP": "4"}, "mooncake")
     {'MC_FORCE_TCP=1': {'backend': 'mooncake_tcp'}, 'MC_NUM_QP_PER_EP=4': {'backend.inter.queues': '4'}}
     """
@@ -618,10 +631,14 @@ def wire_chosen(environment: Mapping[str, str], backend: str) -> dict[str, dict[
                 chosen = {"hw.nic.rails": number}
             case ("nixl", "UCX_IB_NUM_PATHS") | ("mooncake", "MC_NUM_QP_PER_EP") if number:
                 chosen = {"backend.inter.queues": number}
-            case "nixl", "UCX_NET_DEVICES" if cards := re.findall(r"(?:^|,)\w*?_(\d+)(?::\d+)?(?=,|$)", word):
+            case "nixl", "UCX_TLS" if not _allows(word, local=False) and not text.startswith("^"):
+                chosen = _tcp()
+            case ("nixl", "UCX_NET_DEVICES") | ("mooncake", "MC_MS_FILTERS") | (_, "--disaggregation-ib-device") if (
+                cards := re.findall(r"(?:^|,) *(?!\w*bond)\w*?_(\d+)(?::\d+)? *(?=,|$)", word)
+            ):
                 chosen = {"hw.nic.devices": f"[{','.join(cards)}]"}
             case "nixl", "UCX_NET_DEVICES" if re.fullmatch(r"(eth|en|bond|ib)\w*(,(eth|en|bond|ib)\w*)*", word):
-                chosen = {"backend": "nixl_tcp"}
+                chosen = _tcp()
             case "nixl", "UCX_IB_GPU_DIRECT_RDMA" if word in _NO:
                 chosen = {"hw.nic.gpudirect": "false"}
             case "mooncake", "MC_FORCE_TCP" if word not in _NO:
@@ -632,10 +649,17 @@ def wire_chosen(environment: Mapping[str, str], backend: str) -> dict[str, dict[
     return keys
 
 
-def _allows(text: str) -> bool:
-    # whether the list *text*, "^" for all but these, leaves verbs or cuda_ipc
+def _tcp() -> dict[str, str]:
+    # what decides the wire between nodes, where UCX has TCP alone
+    inter = _file("backend", "nixl_tcp")["inter"]
+    inter |= {"queue_rate": inter["rate"], "overlap": str(inter["overlap"]).lower()}
+    return {f"backend.inter.{key}": value for key, value in inter.items() if key != "source"}
+
+
+def _allows(text: str, local: bool = True) -> bool:
+    # whether the list *text*, "^" for all but these, leaves verbs or, within a node (*local*), cuda_ipc
     named = {word.strip().lstrip("\\") for word in text.removeprefix("^").split(",")}
     if text.startswith("^"):
         return "all" not in named and not ("ib" in named and named & {"cuda", "cuda_ipc"})
     verbs = {word.partition("_")[0] for word in named} & _FAST
-    return bool(verbs or named & {"", "cuda", "cuda_ipc"})
+    return bool(verbs or named & ({"", "cuda", "cuda_ipc"} if local else {""}))
