@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 VERSION = 1
 
 ROW_GROUP = 1 << 17
-"""Rows of transfers that are made and written at a time."""
+"""Rows of requests or transfers that are made and written at a time."""
 
 
 class Column(NamedTuple):
@@ -226,6 +226,15 @@ def samples_table(samples: Sequence[SampleRow]) -> pa.Table:
     columns = list(zip(*samples, strict=True)) or [()] * len(SAMPLES)
     schema = _schema(SAMPLES)
     return pa.table([arrow_array(values, f.type) for f, values in zip(schema, columns, strict=True)], schema=schema)
+
+
+def requests_tables(requests: Mapping[str, Sequence[Any]], rows: int = ROW_GROUP) -> Iterator[pa.Table]:
+    """Yield `requests_table` in tables of so many *rows*, at least one."""
+    for first in range(0, max(map(len, requests.values()), default=0) or 1, rows):
+        part = slice(first, first + rows)
+        yield requests_table(
+            {name: own.taken(part) if isinstance(own, ArrayColumn) else own[part] for name, own in requests.items()}
+        )
 
 
 def requests_table(requests: Mapping[str, Sequence[Any]]) -> pa.Table:

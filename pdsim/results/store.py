@@ -131,7 +131,7 @@ class Run:
         self._about |= {"status": status, "error": error, "engine": sorted(engines), "evidence": proof}
         if result.offered_load is not None:
             self._about["offered_load"] = dict(result.offered_load)
-        self._write_tables("requests.parquet", [schema.requests_table(result.requests)])
+        self._write_tables("requests.parquet", schema.requests_tables(result.requests))
         self._write_tables("transfers.parquet", schema.transfers_tables(result.transfers))
         if result.outcome is not None and result.outcome.samples:
             self._write_tables("samples.parquet", [schema.samples_table(result.outcome.samples)])

@@ -79,7 +79,7 @@ class ArrayColumn(_Equal):
             return np.asarray(self.values[~np.isnan(self.values)], dtype=np.float64)
         return self.values.astype(np.float64)
 
-    def taken(self, which: npt.NDArray[Any]) -> ArrayColumn:
+    def taken(self, which: npt.NDArray[Any] | slice) -> ArrayColumn:
         """Return the values in these places, or those for which *which* is true."""
         return ArrayColumn(self.values[which], self.words)
 

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 
 from pdsim.results import schema
-from pdsim.results.schema import arrow_array, requests_table, transfers_table
+from pdsim.results.schema import arrow_array, requests_table, requests_tables, transfers_table
 from pdsim.transfer.log import ArrayColumn
 from tests.support.configs import record
 
@@ -56,6 +56,13 @@ def test_requests_keep_their_rows_and_what_is_left_out_is_null():
         {"id": 0, "ttft": 0.5, "status": "ok", "e2e": None},
         {"id": 1, "ttft": None, "status": "PeerLost", "e2e": None},
     ]
+
+
+def test_tables_of_some_rows_together_are_the_table():
+    columns = {"id": ArrayColumn(np.arange(5)), "ttft": [0.5, None, 1.5, 2.5, 3.5], "status": ["ok"] * 5}
+    pieces = list(requests_tables(columns, rows=2))
+    assert [piece.num_rows for piece in pieces] == [2, 2, 1]
+    assert pa.concat_tables(pieces).to_pylist() == requests_table(columns).to_pylist()
 
 
 @pytest.mark.parametrize(
