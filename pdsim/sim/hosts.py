@@ -110,15 +110,19 @@ class ScheduledArrivals:
 
 
 class Coming:
-    """*item*, which comes at the time *at* and is acted upon with *function* at the time *acts*."""
+    """*item*, which comes at the time *at* and is acted upon with *function* at the time *acts*.
 
-    __slots__ = ("acts", "at", "function", "item")
+    *others* are functions and items that came at the same time after it, and are acted upon with it.
+    """
+
+    __slots__ = ("acts", "at", "function", "item", "others")
 
     def __init__(self, at: float, acts: float, function: Callable[[Any], None], item: Any) -> None:
         self.at = at
         self.acts = acts  # infinity while that is not known
         self.function = function
         self.item = item
+        self.others: list[tuple[Callable[[Any], None], Any]] = []
 
 
 class HostLatency:
@@ -126,10 +130,10 @@ class HostLatency:
 
     *wake* later (`pdsim.hardware.machine.Host`), and *idle_wake* more if it has had nothing to act upon for longer
     than *idle_after*; a rank that has just started is not idle, and its own timers do not keep it from going idle.
-    Nothing overtakes what came before it.
+    Nothing overtakes what came before it; what comes at one instant is acted upon at one.
 
-    What comes at a time that is known costs one event, when the rank acts upon it: what comes earlier, and is heard
-    of later, moves that.
+    What comes at times that are known costs one event an instant, when the rank acts upon it: what comes earlier,
+    and is heard of later, moves that.
     """
 
     def __init__(self, clock: Clock, host: Host | None = None) -> None:
@@ -143,6 +147,7 @@ class HostLatency:
         self._last = clock.now  # when it acts upon the last of that, and when that comes
         self._latest = clock.now
         self._series: list[ScheduledArrivals] = []
+        self._latest_of_series: Coming | None = None  # the last that came during a series
         self.instant = not (self._wake or self._idle_wake)
         """Whether it acts upon everything at once."""
         self.constant = inf if self._idle_wake else self._wake
@@ -155,6 +160,9 @@ class HostLatency:
             return
         if self._series or at < self._latest:
             self._arrive_between(Coming(at, inf, function, item))
+            return
+        if at == self._latest and self._ahead:
+            self._ahead[-1].others.append((function, item))
             return
         last = self._last
         acts = at + self._wake  # as `_acts_at`
@@ -175,6 +183,8 @@ class HostLatency:
                 self._ahead.popleft()
                 self._before = acts
             coming.function(coming.item)
+            for function, item in coming.others:
+                function(item)
         elif now < acts < inf:  # it was moved
             self._clock.call_at(acts, self._act, coming)
 
@@ -184,13 +194,21 @@ class HostLatency:
             if at > clock.now:  # what a series brings before is known then
                 clock.call_at(at, self._arrive_between, coming)
                 return
+            with_it = self._latest_of_series
+            if with_it is not None and with_it.at == at and with_it.acts > at:
+                with_it.others += [(coming.function, coming.item), *coming.others]
+                return
             self._catch_up(at)
             self._last = coming.acts = self._acts_at(at, self._last)
+            self._latest_of_series = coming
             clock.call_at(coming.acts, self._act, coming)
             return
         place = len(ahead)
         while place and ahead[place - 1].at > at:
             place -= 1
+        if place and ahead[place - 1].at == at:
+            ahead[place - 1].others.append((coming.function, coming.item))
+            return
         ahead.insert(place, coming)
         last = ahead[place - 1].acts if place else self._before
         for number in range(place, len(ahead)):

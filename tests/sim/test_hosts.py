@@ -82,9 +82,25 @@ def test_a_rank_is_warm_when_it_starts():
 
 
 def test_nothing_overtakes_what_came_before():
-    first, second, third = acted((11.0, 11.0, 12.5))
+    first, second, third = acted((11.0, 12.0, 12.5))
     assert first == 16.0
     assert first < second < third == pytest.approx(16.0)
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "events"),
+    [((11.0, 11.0, 11.0, 12.5), 2), ((12.5, 11.0, 11.0, 11.0), 3)],  # one that is moved has two
+)
+def test_what_comes_at_one_instant_is_one_event(arrivals, events):
+    clock, order = Clock(), []
+    latency = HostLatency(clock, SLEEPY)
+    for number, at in enumerate(arrivals):
+        latency.arrive(at, lambda number: order.append((clock.now, number)), number)
+    assert len(clock.queue.ahead) == events
+    clock.run()
+    early = [number for number, at in enumerate(arrivals) if at == 11.0]
+    assert order[:3] == [(16.0, number) for number in early]
+    assert order[3][0] == pytest.approx(16.0)
 
 
 def speaker(rank):
