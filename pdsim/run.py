@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +26,6 @@ from pdsim.results.store import JOURNALS, Run, entries
 
 if TYPE_CHECKING:
     from pdsim.verify.laws import LawChecker
-
-_log = logging.getLogger(__name__)
 
 
 class Meter:
@@ -208,8 +205,6 @@ def _target(
     if config.target == "model":
         from pdsim.sim.model import Model
 
-        if config.simulate.fold != "auto":
-            _log.warning("simulate.fold=%s has no effect: every rank is simulated", config.simulate.fold)
         yield Model(
             config.hw,
             config.backend,

@@ -15,7 +15,7 @@ from typing import Annotated, Any, cast
 
 import numpy as np
 
-from experiments.serve import tables
+from experiments.serve import equal_ranks, tables
 from pdsim.compute.forward import Compute, forward
 from pdsim.compute.roofline import kv_shape
 from pdsim.config import Config, ExperimentOptions, build, presets
@@ -159,6 +159,8 @@ def _run(config: Config, what: Deployment, requests: RequestTable, target: Any) 
     ranks = specs(config, what, requests)
     lost = _failures(config, what, requests)
     if not lost:
+        if isinstance(target, Model) and config.simulate.fold == "auto":
+            return equal_ranks.outcome(target, what, ranks)
         return cast("Outcome", target.run(ranks))
     down = [[each.at, each.until] for each in lost if each.what == ROUTER]
     cards = [CardOutage(*each.card, each.at, each.until) for each in lost if each.card]
@@ -222,6 +224,10 @@ def _partial(config: Config, requests: RequestTable, log: RequestLog, transfers:
     value = {"start": log.start, "rows": log}
     ranks = {name: RankResult(name, transfers=own) for name, own in TransferLog.by_rank(transfers).items()}
     seconds = float(np.nanmax(np.append(log.column("finished").values, 0.0)))
+    model = Model(config.hw, config.backend, memory=config.memory, jitter=config.jitter, samples=config.samples)
+    every = specs(config, what, requests)
+    if config.target == "model" and (columns := equal_ranks.equal(model, what, every)):
+        ranks = dict(equal_ranks.completed(ranks, every, columns))
     outcome = Outcome({ROUTER: RankResult(ROUTER, value=value)} | ranks, seconds)
     return result(config, what, requests, outcome, ended=True)
 

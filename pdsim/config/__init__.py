@@ -105,7 +105,7 @@ class ExperimentOptions:
 class Simulate:
     """How ``target=model`` simulates; no choice here changes a result."""
 
-    fold: Annotated[str, "one of auto, off"] = "auto"  # deprecated, without effect: every rank is simulated
+    fold: Annotated[str, "one of auto, off"] = "auto"  # of ranks that do the same, two for all; off: every rank
 
 
 @dataclass(frozen=True, kw_only=True)

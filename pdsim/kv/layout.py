@@ -362,7 +362,8 @@ class Coordinates(NamedTuple):
 class Grid:
     """The ranks of one attention group: *tp* attention tensor-parallel ranks in each of *cp* times *pp* blocks.
 
-    Ranks are numbered with tp fastest, then cp, then pp: a stage's ranks are neighbours, and rank 0 leads.
+    Ranks are numbered with tp fastest, then cp, then pp: a stage's ranks are neighbours, and rank 0 leads.  The last
+    *omitted* of them do what those before them do, and are not run (`experiments.serve.equal_ranks`).
 
     >>> Grid(tp=2, pp=2, cp=2).at(5), Grid(tp=2, pp=2, cp=2).rank(1, 1, 0)
     (Coordinates(tp=1, pp=1, cp=0), 5)
@@ -371,14 +372,21 @@ class Grid:
     tp: int
     pp: int = 1
     cp: int = 1
+    omitted: int = 0
 
     def __post_init__(self) -> None:
         _at_least_one(self, "tp", "pp", "cp")
 
     @property
     def size(self) -> int:
-        """Ranks in all."""
-        return self.tp * self.pp * self.cp
+        """Ranks in all, but those that are not run."""
+        return self.tp * self.pp * self.cp - self.omitted
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """For how many ranks each counts: those of the second half stand for those that are not run."""
+        half = self.size // 2
+        return (1,) * (self.size - half) + (1 + self.omitted // half if half else 1,) * half
 
     def at(self, rank: int) -> Coordinates:
         """Return the place of *rank*.  Raise an `IndexError` if there is no such rank."""

@@ -189,6 +189,7 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
         self.worker = worker
         self.mover = mover
         self.hits: dict[int, int] = {}  # by room: tokens that were cached
+        self._counts = job.prefill.counts
         self._queue: deque[PrefillRequest] = deque()
         self._idle: Event | None = None
         self._next: Forward | None = None
@@ -272,7 +273,7 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
         elif not room.failed:
             if sender == self.engine.rank.name:
                 room.ended = self.clock.now
-            room.nbytes += message.nbytes
+            room.nbytes += message.nbytes * self._counts[index_of(sender)]
             if room.ranks.succeed(index_of(sender)):
                 self.handoff.complete(room)
 

@@ -237,6 +237,20 @@ class TransferLog(_RecordSequence):
         if self._waiting >= KEPT:
             self._put_away(self._spill)
 
+    def renamed(self, names: Mapping[str, str]) -> TransferLog:
+        """Return the same records of other ranks: those that *names* has have other names."""
+        log = TransferLog(rank=names.get(self._rank, self._rank), spill=self._spill)
+        for block in self._read():
+            kinds = [
+                kind._replace(source=names.get(kind.source, kind.source), target=names.get(kind.target, kind.target))
+                for kind in block.kinds
+            ]
+            copy = msgspec.structs.replace(block, rank=log._rank, kinds=kinds)
+            log._blocks.append(copy if log._spill is None else log._spill.append(_encode(copy)))
+            log._codes = {kind: code for code, kind in enumerate(kinds)}
+        log._count = self._count
+        return log
+
     def _put_away(self, spill: Spill | None) -> None:
         # Without *spill* the block stays in memory.
         codes, counts, nbytes, descriptors = array("H"), array("q"), array("q"), array("q")

@@ -35,9 +35,10 @@ def events(count: int, tp: int, chunks: int, decode_tp: int = 0, **policy: str) 
 
 
 # without chunks: an arrival, two submissions, a destination, two steps and more of the schedulers, three reports;
-# on each rank more a report of either side; metadata and each chunk, on each rank: its end; a chunk: the forward
+# on each rank more a report of either side; metadata and each chunk, on each rank: its end; a chunk: the forward;
+# of four equal ranks and more, two are simulated
 @pytest.mark.parametrize(
-    ("tp", "chunks", "count"), [(1, 1, 14), (1, 2, 16), (1, 4, 20), (4, 1, 32), (4, 2, 43), (4, 4, 65)]
+    ("tp", "chunks", "count"), [(1, 1, 14), (1, 2, 16), (1, 4, 20), (2, 1, 20), (2, 2, 25), (4, 2, 25), (4, 4, 35)]
 )
 def test_a_request_costs_so_many_events_and_no_more(tp, chunks, count):
     assert (events(30, tp, chunks) - events(10, tp, chunks)) / 20 == count

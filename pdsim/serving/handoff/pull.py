@@ -206,6 +206,7 @@ class PullDecodeLeader(DecodeLeader):
         self._reader = mover.kv
         self._sources: dict[int, PrefillDone] = {}  # of rooms that may still have to be read
         self._asked: dict[int, float] = {}  # when this scheduler heard of a room that has no pages yet
+        self._counts = scheduler.job.decode.counts
         self._nbytes: dict[int, int] = {}  # read, of each room that is being read
         self._unseen: dict[int, DecodeRequest] = {}  # that have been read, but this side does not know it yet
         self._over: ExpiringMap[None] = ExpiringMap(engine.clock, OVER)  # rooms that must not be read
@@ -297,7 +298,7 @@ class PullDecodeLeader(DecodeLeader):
         if room is None or not room.waits:
             self._engine.ignore()
             return
-        self._nbytes[message.room] += message.nbytes
+        self._nbytes[message.room] += message.nbytes * self._counts[index_of(sender)]
         if message.reason:
             self._engine.send(ROUTER, TransferDone(message.room, reason=message.reason, lost=message.lost))
             self._scheduler.fail(room)
