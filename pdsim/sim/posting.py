@@ -311,7 +311,7 @@ class SendQueue:
         self.outstanding += descriptors
         early = self._enter(posting) - max(0, descriptors - self._most) * self._fresh
         self._most = max(self._most, descriptors)
-        if self._one_stream:
+        if self._one_stream or posting.wire.rest:
             posting.at_first = posting.nbytes <= FIRST * posting.wire.latency * posting.wire.rate
         if poster.share is not None:
             work = (self.model.posting(descriptors) - early) * poster.slowness
@@ -326,6 +326,10 @@ class SendQueue:
         posting.posted = start + work
         if self._one_stream:
             posting.work = work
+        elif (
+            self._pipelined and posting.wire.rest and not posting.at_first
+        ):  # its host posts nothing beside what a stream carries
+            posting.work = (self.model.posting(1) - early) * poster.slowness
         poster.free = posting.posted + self._polls(posting)
         begin = start if self._overlap else posting.posted
         if self._pipelined:

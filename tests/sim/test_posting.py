@@ -387,6 +387,7 @@ COPIES = {
     "and other processes there": (turns() | {"wire_descriptor": 0.5}, [(0, "ac ad")], "1.5 ac 3.0 ad"),
     "a stream that rests after each copy": (RESTS, [(0, "ac ac")], "2.0 ac 4.0 ac"),
     "until its host has seen the end": ({**RESTS, "latency": 0.5}, [(0, "ac"), (1.5, "ac")], "2.5 ac 5.0 ac"),
+    "and then posts the next": ({**RESTS, **PIPELINED, "descriptor": 0.25}, [(0, "ac ac")], "2.25 ac 4.5 ac"),
     "another stream while one rests": (RESTS, [(0, "ac ad ac ad")], "2.0 ac 3.0 ad 4.0 ac 5.0 ad"),
     "another process while one rests": (turns() | RESTS, [(0, "ac ad ac ad")], "2.0 ac 3.0 ad 4.0 ac 5.0 ad"),
     "not the port of their sink": ({"wire_descriptor": 0.5}, [(0, "ac bc")], "2.0 ac 2.0 bc"),
