@@ -1,13 +1,15 @@
-"""The command line: what is typed is run, or answered in one line that says what to type instead."""
+"""The command line: what is typed is run, completed or explained, or a line says what to type instead."""
 
 import json
 import os
+import pty
 import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +18,9 @@ from omegaconf import OmegaConf
 
 import experiments.transfer
 import pdsim
+from pdsim.cli.complete import parser, values
+from pdsim.cli.help import COMMANDS
+from pdsim.cli.main import _DO
 from pdsim.results.store import FILES
 
 ROOT = Path(pdsim.__file__).parent.parent
@@ -32,7 +37,6 @@ def started(*words, python=(), **options):
 
 
 def answer(*words, python=(), **options):
-    """Return exit status, standard output and standard error of a process of its own."""
     process = started(*words, python=python, **options)
     out, err = process.communicate(timeout=60)
     return process.returncode, out, err
@@ -130,6 +134,14 @@ sweep seed=1,2 --zip seed,hw -> --zip seed,hw: hw has no list of values; write h
 sweep seed=1,2 hw=8xh20,8xh200,8xh100 --zip seed,hw -> but seed has 2, hw has 3
 sweep seed=1,2 --seeds 2 -> --seeds and seed= set the same; give one of them
 sweep --seeds none -> --seeds none: must be a whole number >= 0
+sweep seed=1,2 --search optun -> --search optun is not known; write --search optuna
+sweep seed=1,2 --trials 4 -> --trials needs --search optuna
+sweep --search optuna -> --search has nothing to choose; write KEY=A,B or KEY=interval(LOW,HIGH)
+sweep seed=1,2 --search optuna --trials 0 -> --trials 0: must be a whole number >= 1
+sweep hw=8xh20,8xh200 --search optuna --seeds 2 -> --seeds with --search would search
+sweep seed=1,2 --search optuna --maximize a --minimize b -> name one metric together
+sweep "compute.scale=interval(1,2)" -> compute.scale=interval(...) has no list of values; add --search optuna
+sweep hw=8xh20,9xh20 --search optuna -> hw=9xh20 does not exist; did you mean hw=8xh20?
 run -m hw=8xh20,9xh20 -> hw=9xh20 does not exist; did you mean hw=8xh20?
 run parallel.prefill.tp=8 -> 4 GPUs, hw=8xh20 has 8; lower tp or instances, or set experiment.deployment=colocated
 run parallel=tp2 parallel.prefill.tp=3 -> tp=3 does not divide the 64 heads of model=llama-3.1-70b; use one
@@ -204,7 +216,7 @@ def test_the_default_is_to_serve_a_trace(pdsim_says):
     assert len(rest) <= 13
 
 
-def test_the_printed_configuration_is_that_of_the_run_its_calibration_applied(pdsim_says, tmp_path):
+def test_the_printed_configuration_is_that_of_the_run(pdsim_says, tmp_path):
     words = (*QUICK, "hw=2xh200", "backend=mooncake_nvlink")
     text = pdsim_says("run", *words, "--cfg", "job")[1]
     assert "    rate: 394000000000.0  # 394 GB/s\n" in text
@@ -218,7 +230,7 @@ def test_the_printed_configuration_is_that_of_the_run_its_calibration_applied(pd
     assert "calibration mooncake_nvlink-2xh200" in printed["backend"]["sources"]["intra.descriptor"]
 
 
-def test_what_fails_under_way_is_one_line_and_a_marked_folder(pdsim_says, tmp_path, monkeypatch):
+def test_what_fails_leaves_one_line_and_marked_folder(pdsim_says, tmp_path, monkeypatch):
     def fail(config, target, progress):
         raise RuntimeError("the disk is full")
 
@@ -235,17 +247,14 @@ def test_what_fails_under_way_is_one_line_and_a_marked_folder(pdsim_says, tmp_pa
 
 def test_a_run_with_failures_ends_with_status_one(pdsim_says, monkeypatch):
     whole = experiments.transfer.run
-    monkeypatch.setattr(
-        "experiments.transfer.run",
-        lambda *arguments: replace(whole(*arguments), failures=["rank1: PeerLost: rank0 is gone"]),
-    )
+    failed = {"failures": ["rank1: PeerLost: rank0 is gone"]}
+    monkeypatch.setattr("experiments.transfer.run", lambda *arguments: replace(whole(*arguments), **failed))
     status, out, _ = pdsim_says("run", *QUICK)
     assert status == 1
     assert "failed: rank1: PeerLost: rank0 is gone" in out
 
 
 def begun(process, folder):
-    """Wait until the run of *process* in *folder* has begun."""
     deadline = time.monotonic() + 60
     while not list(folder.glob("results/*/run.json")):
         assert time.monotonic() < deadline
@@ -373,3 +382,74 @@ def test_the_same_experiment_runs_on_a_real_engine(pdsim_says):
     run = json.loads(pdsim_says("show", str(folder), "--json")[1])
     assert (status, run["status"], run["target"]) == (0, "ok", "real")
     assert run["engine"][0].startswith("mooncake 0.")
+
+
+@pytest.mark.parametrize(
+    ("beginning", "offered"),
+    [
+        ("hw=2xh", ["hw=2xh200"]),
+        ("hw=8xh20,8xh10", ["hw=8xh20,8xh100"]),
+        ("backend=nixl_sh", ["backend=nixl_shm"]),
+        ("hw.nic.r", ["hw.nic.rate=", "hw.nic.rails="]),
+        ("workl", ["workload=", "workload."]),
+        ("target=r", ["target=real"]),
+        ("nothing", []),
+    ],
+)
+def test_overrides_are_completed(beginning, offered):
+    assert values(beginning) == offered
+
+
+def test_every_command_is_completed_with_its_options():
+    (below,) = (action for action in parser()._actions if hasattr(action, "choices") and action.choices)
+    assert set(below.choices) == set(COMMANDS) == set(_DO)
+    assert "--slo" in below.choices["best"]._option_string_actions
+    assert {"--zip", "--seeds", "--search"} <= set(below.choices["sweep"]._option_string_actions)
+
+
+def test_the_shell_is_answered(tmp_path):
+    line, answer = "pdsim run hw=8xh10", tmp_path / "answer"
+    asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_STDOUT_FILENAME": str(answer), "_ARGCOMPLETE_IFS": "\n"}
+    asked |= {"COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_COMP_WORDBREAKS": " =:"}
+    done = subprocess.run([sys.executable, "-m", "pdsim"], env={**os.environ, **asked}, timeout=60, check=False)
+    assert (done.returncode, answer.read_text().split()) == (0, ["8xh100"])
+
+
+def test_what_the_shell_evaluates_is_a_script(pdsim_says):
+    subprocess.run(["bash", "-n"], input=pdsim_says("completion")[1], text=True, check=True, timeout=30)
+
+
+def test_help_explains_commands_and_keys(pdsim_says):
+    assert pdsim_says("help", "run")[1] == pdsim_says("run", "--help")[1]
+    assert pdsim_says("help", "slo")[1].splitlines()[1:] == ["slo.tpot: time, > 0 (default: 50 ms)"]
+    assert pdsim_says("help", "hw.nic.rate", "hw=8xh200")[1].splitlines()[2:] == [
+        "  now: 49.6 GB/s (hw=8xh200)",
+        "  source: published: MORI-IO write fit on ConnectX-7 400G, MORI-IO-BENCHMARK.md 624002c",
+        "  write: hw.nic.rate=50GB/s",
+    ]
+    now = ["  now: 25 GB/s (hw.nic.rate=200Gbps)", "  source: assumed: set on the command line"]
+    assert pdsim_says("help", "hw.nic.rate=200Gbps")[1].splitlines()[2:4] == now
+    assert pdsim_says("help", "cache.eviction")[1].endswith(
+        "  now: block (the default)\n  write: cache.eviction=radix\n"
+    )
+    status, _, err = pdsim_says("help", "kv.pol")
+    assert status == 2
+    assert err.startswith("pdsim: no command and no key 'kv.pol'; did you mean kv.pool?")
+    assert "did you mean engine.lease?" in pdsim_says("help", "kv.lease")[2]
+    assert "did you mean parallel.prefill.tp or parallel.decode.tp?" in pdsim_says("help", "tp")[2]
+
+
+@pytest.mark.parametrize("variables", [{}, {"NO_COLOR": "1"}])
+def test_a_terminal_has_colours_unless_told_otherwise(tmp_path, variables):
+    ours, theirs = pty.openpty()
+    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+    command = [sys.executable, "-m", "pdsim", "run", *QUICK, "experiment.size=64MiB"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=theirs, env=kept | variables | {"TERM": "xterm"}) as process:
+        os.close(theirs)
+        said = b""
+        with suppress(OSError):  # the terminal's other end is closed
+            while chunk := os.read(ours, 65536):
+                said += chunk
+        assert process.wait(timeout=60) == 0
+    os.close(ours)
+    assert (b"\x1b[33m" in said) is not bool(variables)  # a warning is yellow

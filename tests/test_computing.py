@@ -81,12 +81,14 @@ def test_operators_that_nobody_has_are_refused(words, says, monkeypatch):
         compose([*words, "model=qwen3-8b", *COLOCATED, "compute=operators"])
 
 
-def test_keys_set_by_hand_stay_on_what_auto_takes():
+def test_auto_keeps_keys_and_minds_the_type_of_weights():
     by_hand = "compute.overhead=1ms", "compute.kernels.imbalance=balanced"
     compute = compose([*PAIR, "model=qwen3-32b", *by_hand]).compute
     assert (compute.name, compute.overhead) == ("h200_sglang_table", 1e-3)
-    assert compute.kernels is not None
     assert compute.kernels.table == "h200_sglang_table"
+    words = ["hw=1xh200", "engine=vllm", "model=qwen3-8b", "experiment.deployment=colocated", "parallel=tp1"]
+    assert compose(words).compute.name == "h200_fa3"
+    assert compose([*words, "model.dtype_bytes=1"]).compute.name == "h200_vllm"
 
 
 def test_a_profile_on_the_configuration_path_comes_first(tmp_path):
@@ -122,12 +124,6 @@ def test_a_profile_that_lacks_operators_is_named(tmp_path):
 def test_a_compute_that_does_not_fit_warns(words, notes):
     expected = [f"warning: compute={note}; try compute=auto" for note in notes]
     assert list(presets.notes(compose([*PAIR, *words]))) == expected
-
-
-def test_weights_of_another_type_were_not_measured():
-    words = ["hw=1xh200", "engine=vllm", "model=qwen3-8b", "experiment.deployment=colocated", "parallel=tp1"]
-    assert compose(words).compute.name == "h200_fa3"
-    assert compose([*words, "model.dtype_bytes=1"]).compute.name == "h200_vllm"
 
 
 def test_list_compute_says_what_auto_takes_why_and_errors(pdsim_says):

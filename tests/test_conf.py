@@ -21,6 +21,7 @@ from pdsim.core.files import data
 from pdsim.core.plugins import describe, groups, options
 from pdsim.core.progress import silent
 from pdsim.hardware.machine import EVIDENCE, Gpu, Host, Machine, Nic
+from pdsim.kv.policy import Staging
 from pdsim.models.llm import Llm
 from pdsim.sim.model import Model
 from tests.support.composed import composed
@@ -126,7 +127,7 @@ def test_every_number_has_a_source_and_every_source_a_number(group, option):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", plugins.names(plugins.EXPERIMENTS))
-def test_the_defaults_of_an_experiment_are_those_of_its_options_alone(name):
+def test_defaults_of_an_experiment_are_those_of_options(name):
     options = ExperimentOptions.class_for({"name": name})
     file = OmegaConf.load(Path(conf.__file__).parent / "experiment" / f"{name}.yaml")
     required = {each.name for each in fields(options) if each.default is each.default_factory is MISSING}
@@ -187,18 +188,8 @@ def test_the_machine_decides_what_is_not_said(words, backend, prefill, decode):
 
 
 AMD = {"mooncake", "mooncake_tcp", "mori", "mori_inline", "nixl_tcp"}
-NVIDIA = {
-    "nixl_sglang",
-    "nixl_trtllm",
-    "mooncake",
-    "mooncake_efa",
-    "mooncake_nvlink",
-    "mooncake_tcp",
-    "nixl",
-    "nixl_vllm",
-    "nixl_tcp",
-    "nvlink",
-}
+NIXL = {"nixl", "nixl_sglang", "nixl_tcp", "nixl_trtllm", "nixl_vllm"}
+NVIDIA = NIXL | {"mooncake", "mooncake_efa", "mooncake_nvlink", "mooncake_tcp", "nvlink"}
 HOST = {"mooncake_tcp", "nixl_tcp", "nixl_shm"}
 
 
@@ -259,7 +250,7 @@ def test_the_shipped_numbers_give_back_what_was_measured(words, blocks, size, me
     assert modelled(config, blocks, size) == pytest.approx(measured, rel=within)
 
 
-def test_the_template_of_a_machine_has_every_key_and_runs(pdsim_says):
+def test_templates_of_machine_and_model_have_every_key(pdsim_says):
     folder = Path(conf.__file__).parents[1] / "examples" / "machine"
     status, said, problems = pdsim_says("run", "--config-dir", str(folder), "hw=mybox", "--cfg", "job")
     assert not status, problems
@@ -268,9 +259,6 @@ def test_the_template_of_a_machine_has_every_key_and_runs(pdsim_says):
         left_out = {"link", "guest", "copies", "sources", "prefill"}
         assert {each.name for each in fields(cls)} - left_out <= set(part)
     assert "name: mybox" in said
-
-
-def test_the_template_of_a_model_has_every_key_and_runs():
     folder = Path(conf.__file__).parents[1] / "examples" / "machine"
     model = compose.composed(compose.CommandLine.of(["model=mymodel"], {"--config-dir": folder})).model
     template = OmegaConf.load(folder / "model" / "mymodel.yaml")
@@ -323,12 +311,12 @@ def test_every_setting_of_every_release_is_documented():
         ("engine=vllm", "scheduler.memory_fraction=0.8", "kv.page_size=32", "hw=8xh200", "engine.version=0.26"),
     ],
 )
-def test_typed_keys_win_over_those_of_an_engine_in_any_order(words):
+def test_typed_keys_win_over_engines_in_any_order(words):
     config = composed("model=qwen3-8b", *words)
     assert (config.kv.page_size, config.scheduler.memory_fraction, config.scheduler.decode_batch) == (32, 0.8, 1024)
 
 
-def test_a_release_changes_what_changed_between_releases():
+def test_releases_change_what_changed_and_unknown_ones_are_refused():
     old, middle, new = (
         composed("engine=vllm", f"engine.version={name}").engine for name in ("0.22", "0.24", "0.26")
     )
@@ -339,9 +327,6 @@ def test_a_release_changes_what_changed_between_releases():
     assert own == replace(new, name="vllm26", sources=own.sources)
     typed = composed("engine=vllm", "engine.version=0.26", "engine.pages=queue").engine
     assert (typed.pages, typed.packed) == ("queue", True)
-
-
-def test_an_unknown_release_is_refused_with_those_known():
     with pytest.raises(ConfigError, match=r"engine.version=0.99 .* pdsim knows 0.22.1, 0.24.0, 0.26.0, 0.28.0"):
         composed("engine=vllm", "engine.version=0.99")
     with pytest.raises(ConfigError, match="only vllm, sglang and trtllm have releases"):
@@ -369,3 +354,45 @@ def test_what_an_engine_does_not_have_is_warned_of_once(words, said):
     lines = rules.notes(composed("hw=8xh100", "model=qwen3-8b", *words), ())
     assert len([line for line in lines if said in line]) == 1
     assert not [line for line in rules.notes(composed("hw=8xh100", "model=qwen3-8b"), ()) if "engine=" in line]
+
+
+def test_a_policy_is_of_its_backend_and_set_under_it():
+    policy = composed("backend=mooncake_nvlink").policy
+    assert (policy.metadata_by, policy.metadata_on, policy.memory_pool) == ("write", "device", "default")
+    assert composed("backend.policy.queues=2").policy.queues == 2
+    with pytest.raises(ConfigError, match=r"did you mean backend\.policy\.queues\?"):
+        composed("+backend.policy.queue=2")
+
+
+@pytest.mark.parametrize("changes", [{"ring": 0}, {"buffer": 0}, {"wait": 0.0}])
+def test_sizes_of_the_staged_path_are_positive(changes):
+    with pytest.raises(ValueError, match="must be > 0"):
+        Staging(**({"ring": 1, "buffer": 1, "wait": 1.0} | changes))
+
+
+def test_the_alias_forces_tcp():
+    assert composed("hw=loopback", "backend=mooncake_tcp").backend.options == {"MC_FORCE_TCP": "1"}
+
+
+@pytest.mark.parametrize(("value", "said"), [(None, 0), ("1", 0), ("0", 1)])
+def test_an_exported_value_is_kept_with_a_note(monkeypatch, value, said):
+    config = replace(composed("hw=loopback", "backend=mooncake_tcp"), target="real")
+    if value is not None:
+        monkeypatch.setenv("MC_FORCE_TCP", value)
+    rules.check(config)
+    lines = rules.notes(config, ())
+    assert len(lines) == said
+    assert all("MC_FORCE_TCP=0 is kept" in line and "backend=mooncake is the one for RDMA" in line for line in lines)
+
+
+NVLINK = ["hw=8xh200", "backend=nvlink", "cache.decode=true"]
+MORI = ["hw=2x8xmi300x", "backend=mori", "cache.decode=true"]
+
+
+@pytest.mark.parametrize("words", [NVLINK, MORI])
+def test_sglang_keeps_prefixes_on_decode_over_nixl_and_mooncake_only(words):
+    with pytest.raises(ConfigError, match=r"cache\.decode=true with backend=\w+: .* over nixl and mooncake only"):
+        rules.check(composed(*words))
+    rules.check(composed(*words, "engine=vllm"))  # which pulls
+    for words in (["hw=2x8xh20", "backend=mooncake"], ["hw=8xh20", "backend=nixl"]):
+        rules.check(composed(*words, "cache.decode=true"))

@@ -19,7 +19,6 @@ from tools.fuzz_inputs import CONFIG, ENGINE, MACHINE
 
 
 def changed(values, key, value):
-    """Return a copy of *values* with the dotted *key* set."""
     head, _, rest = key.partition(".")
     return {**values, head: changed(values[head], rest, value) if rest else value}
 
@@ -60,16 +59,15 @@ def test_each_kind_of_annotation_is_converted():
 # --- what is refused
 
 
-def test_an_unknown_key_is_answered_with_the_nearest():
+def test_mistakes_are_told_at_once_with_the_remedy():
     keys = ", ".join(field.name for field in fields(Kv))
     assert refusal(Kv, {"pol": 1}, "kv") == f"unknown key kv.pol; did you mean kv.pool? kv has {keys}"
-
-
-def test_all_mistakes_are_told_at_once_one_a_line():
     values = changed(changed(changed(CONFIG, "hw.gpuss", 1), "hw.nic.rate", "fast"), "kvv", {})
     lines = refusal(Config, values).splitlines()
     said = ["unknown key kvv", "unknown key hw.gpuss", "hw.nic.rate: 'fast' is not a rate"]
     assert [line.split(";")[0] for line in lines] == said
+    values = {**MACHINE, "nic": {"count": 1}}
+    assert refusal(Machine, values, "hw") == "hw.nic.rate is missing and has no default; set hw.nic.rate=VALUE"
 
 
 @pytest.mark.parametrize(
@@ -92,7 +90,7 @@ def test_all_mistakes_are_told_at_once_one_a_line():
         ("launch", {"bind": "everywhere"}, "launch.bind: 'everywhere' is not an IP address such as 127.0.0.1"),
     ],
 )
-def test_a_value_of_the_wrong_type_has_its_key_and_remedy(key, value, message):
+def test_a_wrong_type_has_its_key_and_remedy(key, value, message):
     assert refusal(Config, changed(CONFIG, key, value)).startswith(message)
 
 
@@ -137,6 +135,32 @@ RULES = [
     ("live.url=[somewhere]", "live.url must begin with http:// or https://, got 'somewhere'"),
     ("live.bootstrap_port=[1,2]", "live.bootstrap_port must be one port or one for each of 0 prefill servers"),
     ("live.api=chat", "live.prompts must be text for live.api=chat, got 'ids'"),
+    ("experiment=capacity ++experiment.router=nobodys", "router=nobodys is provided by no installed package"),
+    ("experiment=compare_engines ++experiment.metadata=[mail]", "metadata[0] must be one of policy, batch, "),
+    ("experiment=handoff ++experiment.tp=[1-2]", "tp[0]: '1-2' is not a pair of numbers of ranks; write one"),
+    ("experiment=seed_nixl_staging ++experiment.tp=[2to2]", "tp[0]: '2to2' has equal sides; write unlike"),
+    ("experiment=seed_mooncake_tcp ++experiment.tp=[1to2]", "tp[0]: '1to2' has sides of different TP; write equal"),
+    ("experiment=transfer ++experiment.patterns=[star]", "'star' is not a pattern; there are pair, pairs"),
+    ("experiment=transfer ++experiment.patterns=['pair:2']", "'pair:2' has a count that it cannot have; write pair"),
+    ("experiment=transfer ++experiment.patterns=['cross:2x']", "a count that it cannot have; write cross:2 or "),
+    ("experiment=transfer ++experiment.size=[]", "experiment.size must be non-empty, got"),
+    ("experiment=transfer ++experiment.schedule=[late]", "experiment.schedule[0] must be one of free, "),
+    ("experiment=validate_live ++experiment.bounds={ttft:0.1}", "experiment.bounds must be one of ttft_p50, "),
+    ("autoscale.policy=rain", "autoscale.policy=rain is provided by no installed package"),
+    ("autoscale.policy=schedule", "autoscale.options do not suit autoscale.policy=schedule: missing a re"),
+    ("autoscale.policy=thresholds cache=vllm kv.checked=0", "autoscale keeps no account of a started"),
+    ("autoscale.policy=thresholds experiment.deployment=colocated", "autoscale is for prefill and decode"),
+    ("autoscale.policy=thresholds autoscale.least=2 parallel=tp2 parallel.prefill.instances=2", "autoscale.least"),
+    ("autoscale.policy=thresholds autoscale.gpus=1", "autoscale.gpus=1 must be 0 or >= 8, for autoscale"),
+    ("autoscale.policy=thresholds parallel=tp2 parallel.decode.dp=2", "autoscale runs whole engines"),
+    ("workload=tenants workload.rate=3", "workload.rate is each tenant's own"),
+    ("workload=tenants workload.arrivals=sessions", "workload.tenants generate requests"),
+    ("workload=tenants workload.priority=0.5", "workload.priority=0.5 is each tenant's own"),
+    ("workload=tenants model.context=4096", "8000 + 500 tokens of workload.tenants batch exceed"),
+    ("failures.node.every=24h experiment.deployment=colocated", "failures are drawn for prefill and decode inst"),
+    ("failures.nic.every=24h hw=8xh200", "failures.nic.every=24 h: "),
+    ("failures.gpu.every=24h workload=sessions", "failures need arrivals whose end is known"),
+    ("hw=8xmi300x kv.staging=true", "backend=mori has no staged path"),
 ]
 
 
@@ -147,20 +171,12 @@ def test_values_that_exclude_each_other_are_one_line(words, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_key_says_what_to_set():
-    values = {**MACHINE, "nic": {"count": 1}}
-    assert refusal(Machine, values, "hw") == "hw.nic.rate is missing and has no default; set hw.nic.rate=VALUE"
-
-
 # --- what is complete
 
 
-def test_the_options_of_an_experiment_are_typed_and_completed():
+def test_options_and_defaults_are_complete():
     experiment = load(changed(CONFIG, "experiment.size", ["64KiB", "1MiB"])).experiment
     assert experiment == transfer.TransferOptions(size=(65536, 1048576))
-
-
-def test_the_defaults_are_those_of_the_dataclasses_and_of_engines():
     plain = defaults()
     kv = asdict(Kv()) | {"page_size": "auto"}
     assert (plain["kv"], plain["workload"], "hw" in plain) == (kv, asdict(Workload()), False)

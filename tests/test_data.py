@@ -32,11 +32,8 @@ def test_a_probe_names_the_hash_of_its_predictions(path):
     assert hashlib.sha256(gzip.decompress(sealed.read_bytes())).hexdigest() == sha256
 
 
-def test_intervals_have_the_errors_of_sealed_validations():
+def test_sealed_validations_give_intervals_and_campaigns():
     assert validation.blind(validation._stored()) == BLIND
-
-
-def test_the_campaigns_are_what_the_committed_files_say():
     assert validation.campaigns() == validation.CAMPAIGNS.read_text(encoding="utf-8")
 
 

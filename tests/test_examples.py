@@ -2,8 +2,11 @@
 
 import json
 import shlex
+from pathlib import Path
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
 from tests.support.documented import documented
 from tests.support.packages import EXAMPLES, installed
@@ -15,7 +18,6 @@ BOUNDED = "test_refusals or test_closing or describes_the_transfer or closed_its
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Return what runs a module of Python where the backend's package is installed, in an empty folder."""
     run = installed("third_party_backend", tmp_path_factory)
     works = run("pdsim", "doctor").stdout
     if "example          works" not in works:
@@ -67,7 +69,7 @@ def test_the_conformance_suite_passes_for_it(run):
 
 
 @pytest.mark.slow
-def test_a_backend_that_is_not_installed_is_named_with_those_that_are(run):
+def test_a_missing_backend_is_named_with_those_installed(run):
     done = run("pytest", "--collect-only", "--pyargs", "pdsim.testing", "--backend", "fax")
     assert done.returncode
     assert "--backend=fax is not installed; there are model, example, mooncake_tcp" in done.stdout + done.stderr
@@ -82,3 +84,71 @@ def test_a_transport_of_a_hundred_lines_passes_the_core(tmp_path_factory):
     assert not done.returncode, done.stdout
     assert " passed" in done.stdout
     assert " skipped" not in done.stdout
+
+
+NOTEBOOK = Path(__file__).resolve().parent.parent / "examples" / "notebook" / "pdsim.ipynb"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_cell_runs_shows_something_and_is_kept_without(tmp_path):
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(not cell.outputs and cell.execution_count is None for cell in code)
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert len(list((tmp_path / "results").iterdir())) == 1 + 2 * 3  # the run and the sweep
+    assert all(cell.outputs for cell in code)
+    kinds = [output.data.keys() for cell in code for output in cell.outputs if "data" in output]
+    assert sum("text/html" in kind for kind in kinds) == 2
+    assert sum("image/png" in kind for kind in kinds) == 2
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    run = installed("policies", tmp_path_factory)
+
+    def said(*words: str) -> dict:
+        done = run("pdsim", "run", *words, "--json")
+        assert not done.returncode, done.stderr
+        return json.loads(done.stdout)
+
+    return said
+
+
+def value(found: dict, metric: str) -> float:
+    return found["metrics"][metric]["value"]
+
+
+def test_experiments_and_machines_are_a_module_and_files(said):
+    words = ("experiment=one_write", "backend=nvlink", "calibration=none")
+    slow, fast = (said(*words, f"hw={hw}") for hw in ("desk", "2xh200"))
+    assert value(slow, "write_s") - value(fast, "write_s") == pytest.approx((1 << 20) / 394e9, rel=1e-9)
+
+
+@pytest.mark.slow
+def test_the_experiment_runs_on_a_real_engine_too(said):
+    found = said("target=real", "hw=loopback", "backend=nixl_tcp", "experiment=one_write", "experiment.size=4KiB")
+    assert (found["status"], found["target"]) == ("ok", "real")
+    assert value(found, "write_s") > 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", documented(EXAMPLES / "policies" / "README.md"))
+def test_the_commands_of_the_policies_run(said, command):
+    """A scheduler is one class and one file, a policy one class, an experiment a module and a machine a file."""
+    first, second, *words = shlex.split(command)
+    if (first, second) == ("pip", "install"):
+        assert words == ["examples/policies"]  # as the fixture does, without a network
+        return
+    assert (first, second) == ("pdsim", "run")
+    found = said(*words)
+    assert found["status"] == "ok"
+    assert "workload=smoke" not in words or value(found, "requests_ok") == 12
+
+
+def test_a_router_policy_is_one_class(said, tmp_path):
+    two = ("parallel.prefill.tp=2", "parallel.prefill.instances=2", "parallel.decode.tp=2", "workload=smoke")
+    folder = said("experiment.router=pinned", *two, f"output={tmp_path}")["folder"]
+    import pyarrow.parquet as parquet
+
+    assert set(parquet.read_table(f"{folder}/requests.parquet")["prefill"].to_pylist()) == {"prefill0"}

@@ -12,6 +12,7 @@ import sys
 
 import pytest
 
+from pdsim.calibration import samples
 from pdsim.cli.main import main
 from pdsim.core import files
 from pdsim.core.errors import ConfigError
@@ -20,7 +21,7 @@ from pdsim.results import compare, terminal
 from pdsim.serving.settings import Workload
 from pdsim.serving.workload import load
 from pdsim.sweep import collect
-from tools import fuzz_inputs
+from tools import fuzz, fuzz_inputs
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(8)
@@ -30,7 +31,6 @@ LINE = '{"timestamp": %d, "input_length": 10, "output_length": 5}\n'
 
 @pytest.fixture
 def said(capsys, tmp_path, monkeypatch):
-    """Return a function that runs a command, and returns its status and what it printed."""
     monkeypatch.chdir(tmp_path)
 
     def run(*words):
@@ -43,7 +43,6 @@ def said(capsys, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
-    """Return the folder of a right run."""
     return fuzz_inputs.kept_run(tmp_path_factory.mktemp("kept"))
 
 
@@ -90,26 +89,24 @@ def test_every_reader_refuses_a_pipe_in_a_line(said, command, said_of):
     assert (status, text.count("\n"), said_of in text) == (2, 1, True)
 
 
-def test_a_line_of_ten_megabytes_is_refused(tmp_path):
+def test_traces_and_files_beyond_their_bounds_are_refused(tmp_path):
     (tmp_path / "trace").write_text(LINE % 0 + "{" + 10_000_000 * " " + "}\n")
     with pytest.raises(ConfigError, match=r"trace:2: a line of more than 1024 KiB; correct or delete the line$"):
         load(Workload(trace=str(tmp_path / "trace")), 0, 1000)
-
-
-def test_a_gap_of_years_is_refused_with_its_line(tmp_path):
     week = 7 * 86_400_000
     (tmp_path / "trace").write_text(LINE % 0 + LINE % week)
     assert [request.arrival for request in load(Workload(trace=str(tmp_path / "trace")), 0, 1000)] == [0, 604800]
     (tmp_path / "trace").write_text(LINE % 0 + LINE % week + LINE % (160 * week))
     with pytest.raises(ConfigError, match=r"trace:3: 26712 h after the request before, more than 7 days;"):
         load(Workload(trace=str(tmp_path / "trace")), 0, 1000)
-
-
-def test_a_sparse_file_is_not_read_whole(tmp_path):
     with (tmp_path / "sparse").open("wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(OSError, match="larger than 262144 KiB"):
         files.text(tmp_path / "sparse")
+    path = tmp_path / "deep.jsonl"
+    path.write_text('{"hash_ids": ' + "[" * 100_000 + "\n")
+    with pytest.raises(ConfigError, match=r"deep\.jsonl:1: "):
+        load(Workload(trace=str(path)), 0, 1000)
 
 
 @pytest.mark.parametrize(
@@ -133,12 +130,9 @@ def test_configuration_files_are_bounded_wherever_they_lie(said, copy, tmp_path,
         assert (status, text.count("\n"), said_of in text) == (2, 1, True), (words, text[:200])
 
 
-def test_aliases_of_a_few_values_are_read(tmp_path):
+def test_aliases_are_read_up_to_a_bound(tmp_path):
     (tmp_path / "few.yaml").write_text("a: &a {x: 1}\nb: *a\nc: {<<: *a, y: [*a, *a]}\n")
     assert files.yaml_text(tmp_path / "few.yaml") == (tmp_path / "few.yaml").read_text()
-
-
-def test_a_recipe_of_many_aliases_is_refused():
     with pytest.raises(ConfigError, match="the recipe has more than 20000 values"):
         servers(BOMB)
 
@@ -219,3 +213,25 @@ def test_a_full_disk_ends_a_sweep_in_one_line(tmp_path):
     last = done.stderr.splitlines()[-1]
     assert (done.returncode, "Traceback" in done.stderr) == (1, False)
     assert last.startswith("pdsim: OSError: [Errno 27] File too large")
+
+
+INPUTS = {"messages": 1000, "wire": 1000, "results": 60}
+"""Of a family, here; of the others 150."""
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    return fuzz.Bench(tmp_path_factory.mktemp("fuzz"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", fuzz.FAMILIES)
+def test_what_is_changed_is_refused_as_documented(bench, family):
+    found = {number: fuzz.one(bench, family, 1, number) for number in range(INPUTS.get(family, 150))}
+    assert {number: what for number, what in found.items() if what} == {}
+
+
+def test_a_comment_of_samples_may_say_nothing(tmp_path):
+    path = tmp_path / "samples.csv"
+    path.write_text("# source: \n# : \n# kind: measured\npattern,blocks,size,seconds\npair,1,4096,1e-5\n")
+    assert samples.read(path).about == {"source": "", "": "", "kind": "measured"}

@@ -79,11 +79,8 @@ def test_types_are_those_of_the_quantization(tmp_path, quantization, types):
     assert found.sources["dtype_bytes"].startswith("published")
 
 
-def test_a_weight_without_quantization_has_the_files_dtype(tmp_path):
+def test_types_are_those_of_the_file_and_of_modelopt(tmp_path):
     assert model(tmp_path, QWEN3 | {"torch_dtype": "float32"}).dtype_bytes == 4
-
-
-def test_modelopts_file_beside_it_counts(tmp_path):
     (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"kv_cache_quant_algo": "FP8"}}')
     assert model(tmp_path, QWEN3).element == "fp8_e4m3"
 

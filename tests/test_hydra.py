@@ -1,4 +1,4 @@
-"""Hydra as its users know it: plain composition, an application of one's own, launchers, folders, options."""
+"""pdsim from Python: `simulate`, `load`, and Hydra as its users know it."""
 
 import subprocess
 import sys
@@ -9,6 +9,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 import pdsim
+from pdsim.cli.main import main
 from pdsim.core.errors import ConfigError
 
 QUICK = ["experiment=transfer", "+experiment.patterns=[pair]", "+experiment.size=[4KiB]", "+experiment.repeat=2"]
@@ -51,7 +52,7 @@ def test_plain_hydra_composes_a_configuration_that_runs():
     assert run.metrics == pdsim.simulate("hw=2xh200", "seed=7", *QUICK).metrics
 
 
-def test_a_number_set_in_hydra_is_not_replaced_by_a_calibration():
+def test_a_number_set_in_hydra_beats_a_calibration():
     cfg = composed("hw=2xh200", "backend=nixl", "backend.intra.descriptor=9us", *QUICK)
     run = pdsim.simulate(cfg)
     assert run.config["backend.intra.descriptor"] == 9e-6
@@ -59,12 +60,15 @@ def test_a_number_set_in_hydra_is_not_replaced_by_a_calibration():
     assert run.config["backend.sources.intra.descriptor"] == "assumed: set on the command line"
 
 
-def test_a_composed_configuration_is_refused_in_pdsims_words():
+def test_a_configuration_of_hydra_is_refused_in_pdsims_words(pdsim_says):
     cfg = composed("+hw.gpuss=3", *QUICK)
     with pytest.raises(ConfigError, match=r"unknown key hw\.gpuss; did you mean hw\.gpus"):
         pdsim.simulate(cfg)
     with pytest.raises(ConfigError, match="seed=1 beside a composed configuration"):
         pdsim.simulate(cfg, seed=1)
+    assert (
+        pdsim_says("run", "hydra.run.dir=there", "hww=3")[2].splitlines()[-1].startswith("pdsim: unknown key hww;")
+    )
 
 
 def test_an_application_of_ones_own_runs(tmp_path):
@@ -107,7 +111,39 @@ def test_options_of_hydra_say_what_they_say_elsewhere(tmp_path, words, said):
     assert said in out
 
 
-def test_a_job_of_hydra_is_refused_in_one_line(pdsim_says):
-    assert (
-        pdsim_says("run", "hydra.run.dir=there", "hww=3")[2].splitlines()[-1].startswith("pdsim: unknown key hww;")
-    )
+OPTIONS = {"experiment": "transfer", "experiment.patterns": ["pair"], "experiment.size": ("4KiB",)}
+OPTIONS |= {"experiment.repeat": 2}
+
+
+def test_a_run_has_its_metrics_requests_and_configuration():
+    run = pdsim.simulate("workload.count=3", hw="8xh200", **{"kv.staging": True})
+    assert run.requests.num_rows == run.metrics["requests_ok"] == 3
+    assert {"ttft", "tpot", "e2e"} <= set(run.requests.column_names)
+    assert run.transfers.num_rows > 0
+    assert (run.config["hw.name"], run.config["kv.staging"], run.config["workload.count"]) == ("8xh200", True, 3)
+    assert (run.evidence, run.failures) == ("assumed", [])
+    assert run.definitions["requests_ok"].startswith("requests that got all their tokens")
+    assert "; 3 served in " in str(run)
+
+
+def test_a_run_equals_the_command_lines_and_loads_again(tmp_path):
+    run = pdsim.simulate(**OPTIONS, output="a", **{"kv.checked": None, "backend.options": {"A": "b"}})
+    words = ["experiment=transfer", "experiment.patterns=[pair]", "experiment.size=[4KiB]", "experiment.repeat=2"]
+    assert (run.config["kv.checked"], run.config["backend.options.A"]) == (None, "b")
+    assert main(["run", *words, "output=b", "--quiet"]) == 0
+    (folder,) = (tmp_path / "b").iterdir()
+    assert pdsim.load(folder).metrics == run.metrics == pdsim.load(str(run.folder)).metrics
+    assert pdsim.load(folder).transfers.equals(run.transfers)
+
+
+def test_what_cannot_be_run_is_refused_and_leaves_nothing(tmp_path):
+    with pytest.raises(ConfigError, match=r"unknown key hw\.gpuss; did you mean hw\.gpus"):
+        pdsim.simulate(**{"hw.gpuss": 3})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_shape_beyond_a_table_is_a_note(recwarn):
+    run = pdsim.simulate("hw=2x8xh200", "model=minimax-m2.5", "parallel=tp8", "workload.count=1")
+    counts = "moe: (3072, 192, 8, 256) counts as (3072, 256, 8, 256), the nearest measured, times 0.75"
+    assert f"warning: h200_sglang_table, {counts}" in run.notes
+    assert not recwarn.list

@@ -28,17 +28,14 @@ def drawn(after):
     return text
 
 
-def test_a_terminal_gets_a_bar():
+def test_a_terminal_gets_a_bar_after_a_second():
     text = drawn(after=0.0)
     assert b"serving rank0" in text
     assert b"100%" in text
-
-
-def test_what_is_done_within_a_second_has_no_bar():
     assert drawn(after=60.0) == b"end"
 
 
-def test_what_is_not_a_terminal_gets_lines_now_and_then_and_no_bar():
+def test_a_pipe_gets_lines_now_and_then():
     file = io.StringIO()
     with Progress("serving", file, after=0.0, every=0.1) as bar:
         bar(0.25, "too early")
@@ -48,7 +45,7 @@ def test_what_is_not_a_terminal_gets_lines_now_and_then_and_no_bar():
     assert file.getvalue() == "serving half: 50%\n"
 
 
-def test_lines_go_on_while_nobody_calls_and_end_with_the_bar():
+def test_lines_go_on_until_the_bar_ends():
     file = io.StringIO()
     deadline = time.monotonic() + 60
     with Progress("validate", file, every=0.05, at_once=True) as bar:
@@ -65,13 +62,12 @@ def test_lines_go_on_while_nobody_calls_and_end_with_the_bar():
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Return a clock that stands still but for the test."""
     found = SimpleNamespace(now=100.0)
     monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=lambda: found.now))
     return found
 
 
-def test_the_time_left_is_told_from_what_was_done_since_the_first_call(clock):
+def test_the_time_left_follows_from_work_since_begin(clock):
     file = io.StringIO()
     with Progress("sweep", file) as bar:
         bar(0.5, "1000 of 2000 points")  # of which an earlier run has done the half
@@ -79,10 +75,8 @@ def test_the_time_left_is_told_from_what_was_done_since_the_first_call(clock):
         bar(0.625, "1250 of 2000 points")
         clock.now += 60.0
         bar(1.0, "2000 of 2000 points")
-    assert file.getvalue().splitlines() == [
-        "sweep 1250 of 2000 points: 62%, 1 min so far, about 3 min left",
-        "sweep 2000 of 2000 points: 100%, 2 min so far",
-    ]
+    half = "sweep 1250 of 2000 points: 62%, 1 min so far, about 3 min left"
+    assert file.getvalue().splitlines() == [half, "sweep 2000 of 2000 points: 100%, 2 min so far"]
 
 
 def test_what_ranks_count_moves_the_bar_within_its_step():

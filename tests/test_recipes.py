@@ -19,59 +19,6 @@ from pdsim.recipes import servers, translated
 ONE = "experiment.deployment=colocated experiment.engines=1"
 SIDES = ("prefill", "decode")
 RECIPES = Path(__file__).parent / "recipes"
-DYNAMO = """
-kind: DynamoGraphDeployment
-spec:
-  services:
-    Frontend: {{componentType: frontend, replicas: 3}}
-    VllmPrefillWorker:
-      subComponentType: prefill
-      replicas: 2
-      extraPodSpec:
-        mainContainer:
-          env: [{{name: MODEL, value: RedHatAI/Llama-3.3-70B-Instruct-FP8-dynamic}}]
-          command: [/bin/sh, -c]
-          args: ["python3 -m dynamo.vllm --model $MODEL --tensor-parallel-size 2 --is-prefill-worker {more}"]
-    VllmDecodeWorker:
-      subComponentType: decode
-      replicas: 1
-      extraPodSpec:
-        mainContainer:
-          command: [/bin/sh, -c]
-          args:
-            - |
-              exec python3 -m dynamo.vllm \\
-                --model /models/llama --served-model-name RedHatAI/Llama-3.3-70B-Instruct-FP8-dynamic \\
-                --tensor-parallel-size 4 {more}
-"""
-LLM_D = """
-kind: DisaggregatedSet
-spec:
-  slices: 2
-  roles:
-    - name: prefill
-      spec:
-        replicas: 4
-        leaderWorkerTemplate:
-          workerTemplate: &pod
-            spec:
-              containers:
-                - name: modelserver
-                  command: [vllm, serve]
-                  args: [openai/gpt-oss-120b, --tensor-parallel-size=1, --block-size=128, --kv-transfer-config,
-                    '{"kv_connector":"NixlConnector","kv_role":"kv_producer"}']
-    - name: decode
-      spec:
-        replicas: 1
-        leaderWorkerTemplate:
-          workerTemplate:
-            spec:
-              containers:
-                - name: modelserver
-                  command: [vllm, serve]
-                  args: [openai/gpt-oss-120b, --tensor-parallel-size=4, --block-size=128, --port=8200,
-                    --kv-transfer-config, '{"kv_connector":"NixlConnector","kv_role":"kv_consumer"}']
-"""
 PAIR = """
 #!/bin/bash
 MODEL=deepseek-ai/DeepSeek-R1
@@ -127,24 +74,13 @@ python3 -m sglang.launch_server --model-path $MODEL --tp-size 8 --dp-size 8 --en
             "compute.attention=triton",
         ),
         (
-            DYNAMO.format(more="--gpu-memory-utilization 0.90 --no-enable-prefix-caching --block-size 128"),
-            "engine=vllm model=llama-3.3-70b model.dtype_bytes=1 model.kv_dtype=bf16 parallel.prefill.tp=2 "
-            "parallel.prefill.instances=2 parallel.decode.tp=4 kv.page_size=128 scheduler.memory_fraction=0.9 "
-            "cache=none compute.graph_tokens=512",
-        ),
-        (
-            LLM_D,
-            "engine=vllm model=gpt-oss-120b parallel.prefill.tp=1 parallel.prefill.instances=8 parallel.decode.tp=4 "
-            "parallel.decode.instances=2 kv.page_size=128 cache=none compute.graph_tokens=512 backend=nixl_vllm",
-        ),
-        (
             PAIR,
             "engine=sglang model=deepseek-v3 parallel.prefill.tp=8 parallel.decode.tp=8 parallel.decode.dp=8 "
             "parallel.decode.ep=8 scheduler.memory_fraction=0.75 scheduler.decode_batch=128 scheduler.chunk=16384 "
             "cache=sglang",
         ),
     ],
-    ids=["vllm", "ep", "dp", "dp attention", "sglang dp", "sglang", "triton", "dynamo", "llm-d", "sglang pair"],
+    ids=["vllm", "ep", "dp", "dp attention", "sglang dp", "sglang", "triton", "sglang pair"],
 )
 def test_a_recipe_becomes_overrides(text, words):
     assert " ".join(translated(servers(text)).words) == words
@@ -281,7 +217,7 @@ def test_ranks_on_other_nodes_are_no_further_server():
     )
 
 
-def test_every_flag_is_accounted_for():
+def test_every_flag_is_accounted_for_and_unknown_ones_named():
     text = "vllm serve Qwen/Qwen3-8B -tp 2 --enforce-eager --port 80 --speculative-config.method=mtp"
     made = translated(servers(text), hw="8xh100")
     assert made.taken == (
@@ -291,6 +227,10 @@ def test_every_flag_is_accounted_for():
     )
     assert (made.timeless, made.unmodelled) == (("--port 80",), ("--speculative-config method=mtp",))
     assert made.words[0] == "hw=8xh100"
+    found = servers("vllm serve Qwen/Qwen3-8B --max-num-seq 64")
+    with pytest.raises(ConfigError, match=r"--max-num-seq is no flag of vllm .* did you mean --max-num-seqs\?"):
+        translated(found)
+    assert translated(found, ignore_unknown=True).unknown == ("--max-num-seq 64",)
 
 
 @pytest.mark.parametrize(
@@ -307,13 +247,6 @@ def test_every_flag_is_accounted_for():
 def test_prompts_up_to_the_captured_size_have_no_launches(flags, tokens):
     words = translated(servers(f"vllm serve Qwen/Qwen3-8B {flags}")).words
     assert words[-1] == f"compute.graph_tokens={tokens}"
-
-
-def test_an_unknown_flag_names_the_nearest_or_is_listed():
-    found = servers("vllm serve Qwen/Qwen3-8B --max-num-seq 64")
-    with pytest.raises(ConfigError, match=r"--max-num-seq is no flag of vllm .* did you mean --max-num-seqs\?"):
-        translated(found)
-    assert translated(found, ignore_unknown=True).unknown == ("--max-num-seq 64",)
 
 
 @pytest.mark.parametrize(

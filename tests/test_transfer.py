@@ -106,7 +106,7 @@ def test_exactly_overlapping_targets_are_refused(spans):
         assert batch([0] * len(spans), offset, size).nbytes == len(taken)
 
 
-def test_the_same_descriptors_over_other_regions():
+def test_lazy_batches_stand_for_their_descriptors_over_other_regions():
     made = []
 
     def make():
@@ -122,9 +122,6 @@ def test_the_same_descriptors_over_other_regions():
     for one in (lazy, made[0]):
         with pytest.raises(InvalidBatch, match="regions of 1000 and 499 bytes cannot stand for 1000 and 500"):
             one.over(SOURCE, Region("decode1", "pool", 499, 0, "gpu2"))
-
-
-def test_arrays_of_other_bytes_are_an_error():
     with pytest.raises(AssertionError, match="stands for"):
         LazyBatch(SOURCE, TARGET, 1, 6, lambda: batch([0], [0], [5])).arrays()
 

@@ -39,24 +39,18 @@ def log():
     return made
 
 
-def test_it_reads_as_the_records_that_were_appended(log):
+def test_a_log_reads_as_and_equals_its_records(log):
     assert list(log) == RECORDS
     assert [log[i] for i in range(-10, 10)] == RECORDS * 2
     assert log[3:5] == RECORDS[3:5]
     assert all(type(value) in (str, int, float) for value in log[4])
     with pytest.raises(IndexError):
         log[10]
-
-
-def test_it_is_equal_to_equal_records(log):
     assert log == RECORDS
     assert Holder(log) == Holder(TransferLog(RECORDS))
     assert log != RECORDS[:-1]
     assert log != [*RECORDS[:-1], record(10)]
     assert TransferLog() == []
-
-
-def test_joined_are_the_records_of_all_parts(log):
     both = joined([log, RECORDS[:2], joined([log])])
     assert both == [*RECORDS, *RECORDS[:2], *RECORDS]
     assert [both[i] for i in (0, 11, -1)] == [RECORDS[0], RECORDS[1], RECORDS[9]]
@@ -72,7 +66,7 @@ def test_tables_in_pieces_are_the_table_of_all(log, rows):
     assert len(pieces) == -(-20 // rows) or rows in (3, 4)
 
 
-def test_a_log_that_leaves_records_elsewhere_reads_as_one_that_does_not(tmp_path, monkeypatch):
+def test_a_log_with_records_elsewhere_reads_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(transfer_log, "KEPT", 3)
     journal = JournalFile(tmp_path / "transfers.journal")
     log = TransferLog(RECORDS, rank="a", spill=journal)

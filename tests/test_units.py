@@ -6,17 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdsim.core.units import (
-    format_rate,
-    format_size,
-    format_time,
-    parse_count,
-    parse_flops,
-    parse_frequency,
-    parse_rate,
-    parse_size,
-    parse_time,
-)
+from pdsim.core import units
+from pdsim.core.units import format_rate, format_size, format_time, parse_rate, parse_size, parse_time
 
 
 @pytest.mark.parametrize(
@@ -51,8 +42,9 @@ def test_a_time_is_the_float_nearest_to_what_was_written(text, seconds):
 
 
 def test_operations_parameters_and_arrivals_are_counted():
-    assert parse_flops("148TFLOPS") == 148e12
-    assert (parse_count("70.6B"), parse_count(671e9), parse_frequency("4req/s")) == (70.6e9, 671e9, 4.0)
+    assert units.parse_flops("148TFLOPS") == 148e12
+    assert (units.parse_count("70.6B"), units.parse_count(671e9)) == (70.6e9, 671e9)
+    assert units.parse_frequency("4req/s") == 4.0
     assert parse_time("1e-999999999") == 0.0  # too small for a float
 
 
@@ -63,24 +55,24 @@ def test_a_decimal_size_of_three_digits_is_always_whole(thousandths, unit):
     assert parse_size(text) == Fraction(thousandths, 1000) * factor
 
 
-@pytest.mark.parametrize("text", ["400Gbs", "fast", "", "1 2", "5 apples", "GiB", None, True, [1], "٣GB"])
-def test_what_is_no_quantity_is_refused_with_an_example(text):
-    with pytest.raises(ValueError, match=r"is not a (size|rate|time).*; write (a number or )?something like"):
+NONE = ["400Gbs", "fast", "", "1 2", "5 apples", "GiB", None, True, [1], "٣GB"]
+INFINITE = ["1e400", "1e308GB", float("inf"), float("nan"), 10**400]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *((text, r"is not a (size|rate|time).*; write (a number or )?something like") for text in NONE),
+        *((text, "not a finite size") for text in INFINITE),
+        *((text, "not a whole number of bytes") for text in ("0.5B", 1.5, "0.1KiB")),
+    ],
+)
+def test_what_is_no_quantity_is_refused_with_the_reason(text, message):
+    with pytest.raises(ValueError, match=message):
         parse_size(text)
-    with pytest.raises(ValueError, match="something like 400Gbps"):
-        parse_rate(text)
-
-
-@pytest.mark.parametrize("text", ["1e400", "1e308GB", float("inf"), float("nan"), 10**400])
-def test_what_is_not_finite_is_refused(text):
-    with pytest.raises(ValueError, match="not a finite size"):
-        parse_size(text)
-
-
-@pytest.mark.parametrize("text", ["0.5B", 1.5, "0.1KiB"])
-def test_a_fraction_of_a_byte_is_refused(text):
-    with pytest.raises(ValueError, match="not a whole number of bytes"):
-        parse_size(text)
+    if text in NONE:
+        with pytest.raises(ValueError, match="something like 400Gbps"):
+            parse_rate(text)
 
 
 @pytest.mark.parametrize(

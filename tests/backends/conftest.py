@@ -17,7 +17,6 @@ def mooncake():
 
 @pytest.fixture(params=MARKED)
 def any_engine(request):
-    """Each real engine in turn."""
     make_target(request.param)
     return engine(request.param)
 

@@ -98,7 +98,6 @@ def count(rank: Rank, seconds: float) -> Program:
 
 
 def hang(rank: Rank) -> Program:
-    """Keep the clock from going on."""
     yield rank.clock.timeout(0.1)
     threading.Event().wait()
 
@@ -121,7 +120,6 @@ def return_object(rank: Rank) -> Program:
 
 
 def fork(rank: Rank) -> Program:
-    """Use the endpoint in a forked child; return whether it was refused there."""
     yield rank.clock.timeout(0)
     buffer = rank.device.allocate(64)
     child = os.fork()

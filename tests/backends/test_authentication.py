@@ -104,7 +104,7 @@ def foreign(ours: dict[str, Keys]) -> Keys:
     return Keys("a", theirs.secret, {**theirs.public, "b": ours["a"].public["b"]})
 
 
-def test_who_has_keys_of_another_job_is_not_heard_and_counted(pair, context):
+def test_keys_of_another_job_are_not_heard_and_counted(pair, context):
     attack(context, pair.b.uri, [encode(Stop())], lambda pushed: foreign(pair.keys).dial(pushed, "b"))
     assert pair.run() == []
     assert pair.b.refused >= 1
@@ -191,7 +191,7 @@ def test_no_key_is_in_a_command_line_or_an_environment(processes, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "note", [[b"alone"], [b"odd"], [b"number", b"x"], [b"number"], [b"hello", b"\xc1"], [b"hello"]]
+    "note", [[b"one"], [b"odd"], [b"number", b"x"], [b"number"], [b"hello", b"\xc1"], [b"hello"]]
 )
 def test_what_is_no_note_loses_the_line_and_nothing_else(note):
     clock, keys, lost = WallClock(), job_keys("ab"), []
@@ -201,7 +201,7 @@ def test_what_is_no_note_loses_the_line_and_nothing_else(note):
     clock.run(until=clock.now + 0.1)
     assert [other.name for other in b.lines] == ["a"]
     kind, *body = note
-    if kind == b"alone":
+    if kind == b"one":
         line.socket.send_multipart([kind])
     else:
         a.send(line, kind, *body)

@@ -85,11 +85,9 @@ def test_a_rank_that_dies_is_proven_quiesced_on_another_node(mooncake, run):
     assert (survivor.error, survivor.value) == ("", "proven")
 
 
-def test_more_than_one_late_packet_in_a_hundred_is_a_complaint():
+def test_more_than_one_late_packet_in_hundred_is_a_complaint():
     assert Lateness(1000, 10, 0.02).complaint == ""
-    assert Lateness(1000, 11, 0.02).complaint.startswith(
-        "the link was late: 1.1% of 1000 packets by more than 1 ms, 20"
-    )
+    assert Lateness(1000, 11, 0.02).complaint.startswith("the link was late: 1.1% of 1000 packets by more than 1 ms")
 
 
 @needs_link

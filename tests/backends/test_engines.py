@@ -1,7 +1,10 @@
-"""What each engine is known to do on this machine, and how the wrapper makes up for it."""
+"""How engines are found, what each is known to do on this machine, and how the wrapper makes up for it."""
 
 import os
+import subprocess
+import sys
 from dataclasses import replace
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
@@ -9,9 +12,11 @@ import pytest
 from backends import registry
 from backends.base.device import HostDevice
 from backends.base.processes import captured_stderr, prepare
+from backends.diagnosis import devices
 from backends.engines import mori
 from backends.jobs.launcher import Processes
 from experiments.transfer import TransferOptions, run
+from pdsim.core import plugins
 from pdsim.core.clock import WallClock
 from pdsim.core.errors import BackendUnavailable, ConfigError, OutOfMemory
 from tests.backends import programs
@@ -22,7 +27,6 @@ THREADED = ("mooncake_tcp", "nixl_tcp")
 
 
 def only(name: str, program: Any, **arguments: Any) -> Any:
-    """Return how a job of one rank ended."""
     return make_target(name).run([spec("a", program, **arguments)]).ranks["a"]
 
 
@@ -42,12 +46,9 @@ def test_an_idle_rank_leaves_the_processor_and_names_its_transport(any_engine):
     assert listens == (["0.0.0.0", "127.0.0.1", "::"] if any_engine.name == "mooncake_tcp" else ["127.0.0.1"])
 
 
-def test_freed_memory_is_held_until_its_writers_have_returned_it(any_engine):
+def test_lent_memory_is_held_and_withdrawn_memory_not_reached(any_engine):
     _, held = pair(any_engine.name, programs.write_lent_memory, programs.keep_lent_memory)
     assert held == {"lent": 1 << 20, "returned": 0}
-
-
-def test_an_address_older_than_a_withdrawal_does_not_reach_the_memory(any_engine):
     stale = programs.connect_with_stale_address, programs.give_stale_address
     assert pair(any_engine.name, *stale) == ["TransferFailed", True]
 
@@ -114,7 +115,7 @@ def test_an_endpoint_of_mori_says_everything_that_is_missing():
 
 
 @pytest.mark.parametrize(("version", "facts"), [("2.36", ["glibc is 2.36, not >= 2.38"]), ("2.38", [])])
-def test_a_c_library_that_is_too_old_for_mori_is_named(monkeypatch, version, facts):
+def test_a_c_library_too_old_for_mori_is_named(monkeypatch, version, facts):
     monkeypatch.setattr(os, "confstr", lambda name: f"glibc {version}")
     assert [fact for fact in mori.missing() if fact.startswith("glibc")] == facts
 
@@ -165,3 +166,33 @@ def test_a_first_write_to_a_stopped_process_delays_no_other(any_engine, posting)
     ranks += [spec("b", programs.be_stopped, by="a"), spec("c", programs.be_written, by="a")]
     outcome = make_target(any_engine.name).run([replace(ranks[0], posting=posting), *ranks[1:]])
     assert outcome.ranks["a"].value == ["ok", "ok"], outcome.ranks["a"].error
+
+
+def test_names_are_listed_unimported_and_unknown_ones_refused(monkeypatch):
+    code = (
+        "import sys; from backends.registry import names; assert {'mooncake', 'nixl'} <= set(names()); "
+        "assert not {'mooncake', 'nixl_cu13', 'zmq', 'backends.engines.nixl'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(ConfigError, match=r"nothing is registered as 'fax' .* mooncake, .*nixl"):
+        registry.load("fax")
+    with pytest.raises(ConfigError, match="no installed package provides backend 'fax'; there are mooncake"):
+        registry.diagnose("fax")
+    broken = EntryPoint("broken", "no_such_module:Endpoint", plugins.BACKENDS)
+    monkeypatch.setattr(plugins, "_entries", lambda group: {"broken": broken})
+    with pytest.raises(BackendUnavailable, match=r"'broken' .* cannot be imported: No module named 'no_such_mod"):
+        registry.load("broken")
+
+
+@pytest.mark.parametrize("name", ["devices", *registry.backends()])
+def test_all_work_or_say_why_not_and_what_to_do(name):
+    every = devices() if name == "devices" else [registry.diagnose(name)]
+    assert [each.name for each in every] == (["gpu", "rdma", "shm", "cma"] if name == "devices" else [name])
+    assert all(each.works or (each.reason and each.remedy) for each in every)
+
+
+def test_a_library_without_metadata_has_an_unknown_version(monkeypatch):
+    monkeypatch.setattr(registry, "error_of", lambda probe: "")  # the library imports, from a folder of its own
+    monkeypatch.setattr(registry, "installed", lambda library: "")
+    diagnosis = registry.diagnose.__wrapped__("mooncake_tcp")
+    assert (diagnosis.works, diagnosis.version) == (True, "version unknown")

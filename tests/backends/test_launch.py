@@ -1,4 +1,4 @@
-"""The supervisor and its ranks: how they start, where they run, how they end, and what is said of them."""
+"""The supervisor and its ranks: how they start, where they run, on how many GPUs, and how they end."""
 
 import ctypes
 import os
@@ -10,15 +10,19 @@ from pathlib import Path
 
 import pytest
 
+import backends.diagnosis
 from backends.jobs import supervision
 from backends.jobs.affinity import EVERY, QuickProcessor, shares
 from backends.jobs.launcher import Processes
 from backends.jobs.spawn import WarmStart, spawn
 from backends.jobs.supervision import Line
+from pdsim.config import Launch, rules
+from pdsim.config.compose import CONTEXT, _on_shared_gpus, compose
 from pdsim.core.errors import BackendUnavailable, ConfigError, MessageError, TransferError
+from pdsim.results import evidence
 from pdsim.transfer.job import Place, RankSpec
 from tests.backends import programs
-from tests.support.engines import spec
+from tests.support.engines import engine, spec
 
 
 def only(target, program, **arguments):
@@ -159,12 +163,11 @@ def test_messages_come_in_pieces_and_those_behind_are_kept(lines):
 
 @pytest.fixture
 def warm(mooncake):
-    """A target whose ranks are forks, and the process that forks them."""
     with WarmStart(["numpy"]) as start:
         yield Processes(mooncake, deadline=60, device_capacity=1 << 24, spawn=start), start
 
 
-def test_a_forked_rank_has_what_a_start_of_python_would_have(warm, monkeypatch, tmp_path):
+def test_a_forked_rank_has_what_a_new_python_has(warm, monkeypatch, tmp_path):
     """Though the process that forks it was started before: what this process has now."""
     target, _ = warm
     only(target, programs.surroundings)
@@ -205,7 +208,6 @@ def test_ranks_that_drive_gpus_have_runs_of_processors(monkeypatch, gpus, expect
 
 @pytest.fixture
 def roaming():
-    """Leave this thread with the processors that it had."""
     before = os.sched_getaffinity(0)
     yield sorted(before)
     os.sched_setaffinity(0, before)
@@ -228,3 +230,48 @@ def test_an_idle_thread_moves_to_a_quick_processor(roaming):
         waits.append(quick.look())
     assert (where[2], where[-1], waits[0], waits[-1]) == (first, second, 0.0, EVERY)
     assert os.sched_getaffinity(0) == {first, second}
+
+
+SHARED = Launch(share_gpus=True)
+
+
+@pytest.fixture
+def one_gpu(monkeypatch):
+    monkeypatch.setattr(backends.diagnosis, "_nvidia", lambda: [(80 << 30, "NVIDIA H100")])
+
+
+def real(*words, launch=SHARED):
+    return replace(compose(["backend=nvlink", "model=qwen3-8b", *words]), target="real", launch=launch)
+
+
+@pytest.mark.parametrize(
+    ("words", "launch", "said"),
+    [
+        ("hw=2xh200", SHARED, ""),
+        ("hw=2xh200", Launch(), "needs 2 nvidia GPUs, but this machine has 1; use launch.share_gpus=true"),
+        ("hw=1xh200 experiment.deployment=colocated", SHARED, "hw.gpus=1 above the NVIDIA GPUs"),
+        ("hw=loopback backend=nixl_tcp", SHARED, "hw=loopback has others, or none"),
+        ("hw=4xh200 parallel=tp1 parallel.prefill.cp=2", SHARED, "collective=nccl takes a GPU for each rank"),
+        ("hw=2xh200 experiment=allgather experiment.ranks=2", SHARED, "collective=nccl takes a GPU for each rank"),
+    ],
+)
+def test_ranks_share_gpus_when_asked(one_gpu, words, launch, said):
+    lines = list(rules._gpus(real(*words.split(), launch=launch)))
+    assert [line for line in lines if said not in line] == []
+    assert len(lines) == bool(said)
+
+
+@pytest.mark.parametrize(("hw", "ranks"), [("2xh200", 2), ("4xh200", 4)])
+def test_each_rank_has_its_share_of_the_memory(one_gpu, hw, ranks):
+    shared = _on_shared_gpus(real(f"hw={hw}"))
+    assert shared.hw.gpu.memory == (80 << 30) // ranks - CONTEXT
+    assert _on_shared_gpus(shared) == shared  # so that a kept run is repeated as it was
+    assert "between ranks that share a GPU" in evidence.gather(shared, serving=False)["transfers"]
+
+
+def test_the_gpus_of_places_are_dealt_out():
+    target, host = Processes(engine("nixl_tcp"), gpus=2), RankSpec("router", "a:b", Place())
+    specs = [RankSpec(f"rank{gpu}", "a:b", Place(0, gpu)) for gpu in range(4)]
+    gpus = [target._describe(spec, None, None, []).gpu for spec in (*specs, host)]
+    assert gpus == [0, 1, 0, 1, None]
+    assert any("ranks share 2 GPUs" in note for note in target.notes)

@@ -1,4 +1,4 @@
-"""Nothing is left behind: no process, no port, no file in shared memory, however a run ends."""
+"""Nothing is left behind, however a run ends; and where the machine has run out."""
 
 import os
 import re
@@ -15,7 +15,7 @@ import pytest
 from backends.emulation.link.emulated_link import missing_requirements
 from backends.jobs.launcher import Processes
 from tests.backends import programs
-from tests.support.engines import spec
+from tests.support.engines import MARKED, make_target, spec
 
 RUN = """
 import sys
@@ -99,3 +99,48 @@ def test_when_all_goes_well(any_engine):
         outcome = Processes(any_engine, deadline=60).run(ranks)
         assert not [result.error for result in outcome.ranks.values() if result.error]
     assert psutil.Process().num_fds() == descriptors
+
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMESPACES = ["unshare", "--net", "--mount", "sh", "-c"]
+NO_PORT = "echo 32768 32769 > /proc/sys/net/ipv4/ip_local_port_range"
+FULL = "mount -t tmpfs -o size=16k tmpfs /dev/shm && head -c 16384 /dev/zero > /dev/shm/full"
+SERVING = [sys.executable, "-m", "pdsim", "run", "target=real", "hw=loopback", "workload=smoke", "workload.count=3"]
+ENGINES = MARKED[:2]
+
+
+def run(engine: str, folder: Path, before: str) -> subprocess.CompletedProcess[str]:
+    """Serve on *engine* in namespaces of its own, after the shell's commands *before*."""
+    make_target(engine)
+    if subprocess.run([*NAMESPACES, "ip link set lo up"], capture_output=True, check=False).returncode:
+        pytest.skip("needs the rights to unshare namespaces")
+    words = [*SERVING, f"backend={engine}"]
+    shell = f'ip link set lo up && {before} && exec "$@"'
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    own = {"cwd": folder, "env": os.environ | {"PYTHONPATH": path}, "timeout": 120}
+    return subprocess.run([*NAMESPACES, shell, "sh", *words], **own, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_full_shared_memory_changes_nothing(engine, tmp_path):
+    done = run(engine, tmp_path, FULL)
+    assert done.returncode == 0, done.stderr[-1000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("before", [NO_PORT, "ulimit -n 24"], ids=["ports", "files"])
+def test_what_has_run_out_ends_the_run_in_one_line(engine, before, tmp_path):
+    done = run(engine, tmp_path, before)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("pdsim: ")]
+    assert done.returncode == 1
+    assert len(lines) == 1
+    assert "BackendUnavailable" in lines[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_no_deadline_is_of_a_clock_that_can_be_set():
+    files = [path for room in ("pdsim", "backends") for path in (ROOT / room).rglob("*.py")]
+    users = [str(path.relative_to(ROOT)) for path in files if re.search(r"\btime\.time\b", path.read_text("utf-8"))]
+    assert users == ["backends/emulation/guest/machine.py"]  # which asks how old a file is

@@ -53,9 +53,7 @@ class Started:
         """Serve on *engine* over loopback, which takes about a second, and do *meanwhile* until it is over."""
         make_target(engine)
         config = compose(["hw=loopback", f"backend={engine}", "target=real", *words])
-        target = Processes(
-            config.backend, device_capacity=1 << 28, spawn=self.spawn, silence=silence, deadline=100.0
-        )
+        target = Processes(config.backend, device_capacity=1 << 28, spawn=self.spawn, silence=silence, deadline=100)
         thread = threading.Thread(target=meanwhile)
         thread.start()
         try:
@@ -66,33 +64,16 @@ class Started:
 
 
 def ports(pid: int, status: str = psutil.CONN_LISTEN) -> set[int]:
-    """Return the ports of process *pid* at which it listens, or at which somebody has connected."""
     every = psutil.Process(pid).net_connections()
     listening = {each.laddr.port for each in every if each.status == psutil.CONN_LISTEN}
     return listening & {each.laddr.port for each in every if each.status == status}
 
 
 @pytest.mark.mooncake
-@pytest.mark.parametrize("rank", RANKS)
-def test_a_stopped_rank_ends_the_run_with_results_and_the_reason(rank):
-    started, begun = Started(), time.monotonic()
-    result = started.run("mooncake_tcp", *BUSY, silence=2.0, meanwhile=lambda: started.signal(rank, signal.SIGSTOP))
-    assert time.monotonic() - begun < 60  # was: the launcher's hour
-    assert result.outcome is not None
-    error = result.outcome.ranks[rank].error
-    assert error.startswith("PeerLost: silent for 2 s (its process is stopped or hangs), and")
-    statuses = result.requests["status"]
-    assert len(statuses) == 100
-    assert {status.partition(":")[0] for status in statuses} in ({"PeerLost"}, {"ok", "PeerLost"})
-    assert not any("\n" in status for status in statuses)
-    assert not any(psutil.pid_exists(pid) for pid in started.pids)
-
-
-@pytest.mark.mooncake
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("rank", "connected", "after"),
-    [("decode0.0", False, 0.0), *((rank, True, after) for rank in RANKS for after in (0.0, 3.0))],
+    [("decode0.0", False, 0.0), *((rank, True, after) for rank in RANKS for after in (0.0, 1.0, 3.0))],
 )
 def test_a_rank_may_be_stopped_at_every_stage(rank, connected, after):
     started, begun = Started(), time.monotonic()
@@ -109,7 +90,12 @@ def test_a_rank_may_be_stopped_at_every_stage(rank, connected, after):
     assert "\n" not in said
     statuses = [] if result is None else result.requests["status"]
     assert {status.partition(":")[0] for status in statuses} <= {"PeerLost", "ok"}
-    assert time.monotonic() - begun < 120
+    if result and after == 1.0:  # it serves by then
+        error = result.outcome.ranks[rank].error
+        assert error.startswith("PeerLost: silent for 2 s (its process is stopped or hangs), and")
+        assert (len(statuses), "PeerLost" in " ".join(statuses)) == (100, True)
+        assert not any("\n" in status for status in statuses)
+    assert time.monotonic() - begun < 120  # was: the launcher's hour
     assert not any(psutil.pid_exists(pid) for pid in started.pids)
 
 

@@ -125,7 +125,7 @@ def test_what_cannot_be_calibrated_is_refused_at_once(words, complaint, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_grid_crosses_counts_and_sizes_and_holds_points_out():
+def test_the_grid_crosses_sizes_and_repeats_quick_points_more(tmp_path):
     cells, left = grid("write", 256 << 20, 16, seed=0)
     assert {cell.size for cell in cells if cell.blocks == 1} >= {4 << 10, 64 << 10, 1 << 20, 256 << 20}
     assert {cell.blocks for cell in cells if cell.size == 4 << 10} >= {1, 8, 64, 512, 4096}
@@ -133,9 +133,6 @@ def test_the_grid_crosses_counts_and_sizes_and_holds_points_out():
     assert max(cell.blocks * cell.size * cell.concurrency for cell in (*cells, *left)) <= 256 << 20
     for own, writes in zip(reads(256 << 20, left), (cells, left), strict=True):  # each beside a write of its shape
         assert {cell._replace(operation="write") for cell in own} <= set(writes)
-
-
-def test_quick_points_and_concurrent_ones_are_repeated_more_often(tmp_path):
     cells = [Cell("pair", blocks, 4096, 1, "write") for blocks in (1, 256, 4096)]
     assert [repeats(cell, 7) for cell in cells] == [50, 24, 7]
     write_points(tmp_path / "points.csv", grid("read", 1 << 20, 2, seed=0)[0], 50)

@@ -29,15 +29,12 @@ def by_size(n: Any, tokens: Any) -> Any:
     return n * tokens * 1e-6
 
 
-def test_what_a_line_says_is_left_out():
+def test_lines_are_left_out_and_bends_are_kept():
     grid, summary = compact(KIND, rows(by_size))
     assert {name: list(sizes) for name, sizes in grid.axes.items()} == {"n": [32, 256], "tokens": [1, 2**15]}
     assert (summary.rows, summary.kept) == (128, 8)
     assert summary.p95 < 1e-6
     assert grid.values[1, 1, 1] == pytest.approx(np.log(3 * 256 * 2**15 * 1e-6))
-
-
-def test_a_bend_is_kept_until_held_out_rows_are_near():
     grid, summary = compact(KIND, rows(lambda n, tokens: np.maximum(1e-5, n * tokens * 1e-7)))
     assert len(grid.axes["tokens"]) > 2
     assert 0 < summary.held < 64
@@ -125,14 +122,11 @@ def test_the_command_writes_a_table_and_a_choice(folder, tmp_path, capsys):
     assert "gemm.bfloat16" in capsys.readouterr().out
 
 
-def test_the_command_needs_a_folder_with_products(folder):
+def test_tables_that_are_not_there_are_refused(folder):
     with pytest.raises(ConfigError, match="--compact needs --from DIR"):
         profile(["hw=8xh100", "--compact", "h200_torch"])
     with pytest.raises(ConfigError, match=r"gemm_perf\.parquet is not a file; name a folder of systems/data"):
         list(tables_of(folder, "sglang", "2.0"))
-
-
-def test_tables_of_a_gpu_that_nobody_has_are_refused():
     with pytest.raises(ConfigError, match="--from h900_sxm: no such file"):
         profile(["hw=8xh100", "--from", "h900_sxm", "--compact", "h200_torch"])
 

@@ -1,4 +1,4 @@
-"""`pdsim diagnose` names the cause of transfers that were made slow on purpose, and of public ones."""
+"""`pdsim diagnose` names the cause of transfers that were made slow on purpose, of real and of public ones."""
 
 import csv
 import json
@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from backends.emulation.link.emulated_link import missing_requirements
 from pdsim.calibration.diagnosis import EXPECTED, Explanation, explanations, timings
 from pdsim.calibration.samples import Sample
 from pdsim.cli.main import main
 from pdsim.config.compose import compose
 from pdsim.core.files import data
 from pdsim.hardware.costs import EngineModel
+from tests.support.engines import MARKED
 
 HW = compose(["hw=2x8xh100", "backend=nixl"]).hw
 MODEL = EngineModel(path="rdma", call=2e-6, descriptor=1e-6, overlap=True, latency=5e-6, rate=40e9)
@@ -115,12 +117,9 @@ def test_logs_of_two_runs_are_read_together(tmp_path, capsys):
     assert said["causes"][0]["cause"] == "slow engine"
 
 
-def test_one_kind_of_transfer_leaves_the_cause_open():
+def test_one_kind_of_transfer_leaves_open_what_posting_tells():
     rows = explanations(made(replace(MODEL, rate=1e9), 1e9)[3:], MODEL, HW, LINE, TCP)
     assert {one.cause for one in rows if one.alike} >= {"slow wire", "slow host", "late completions"}
-
-
-def test_posting_time_tells_a_slow_host_from_a_slow_wire():
     rows = explanations(made(replace(MODEL, rate=1e9), 1e9, posted=True)[3:], MODEL, HW, LINE, TCP)
     assert "slow host" not in {one.cause for one in rows if one.alike}
 
@@ -138,7 +137,7 @@ def diagnosed(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, obje
     return answer
 
 
-def test_public_line_is_as_expected_and_posting_decides(tmp_path, capsys):
+def test_public_logs_are_as_expected_with_counts_or_without(tmp_path, capsys):
     log = tmp_path / "decode.log"
     log.write_text(PUBLIC)
     words = ("diagnose", str(log), "hw=8xh100", "backend=nixl_vllm")
@@ -146,6 +145,10 @@ def test_public_line_is_as_expected_and_posting_decides(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "transfers are as expected, 10% off in the mean" in out
     assert "posting of 40064 descriptors decides: with blocks four times as large a transfer takes 38.6 ms" in out
+    log = tmp_path / "decode.log"
+    log.write_text(PUBLIC.replace(", Avg number of descriptors=40064.0", "").replace("=173.794", "=0.2"))
+    assert main(["diagnose", str(log), "hw=8xh100", "backend=nixl_vllm"]) == 0
+    assert "nothing is slow: every transfer is faster than the model" in capsys.readouterr().out
 
 
 # means of NIXL with UCX_TLS=tcp on loopback, two cores under a load of 15
@@ -169,9 +172,7 @@ FIRST = {(row["predicted"], row["concurrency"] == "1"): row["thread"] for row in
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=[SLOW] * (row["thread"] not in FIRST)) for row in PUBLIC_ROWS]
-)
+@pytest.mark.parametrize("row", [pytest.param(it, marks=[SLOW] * (it["thread"] not in FIRST)) for it in PUBLIC_ROWS])
 def test_public_threads_are_diagnosed_as_recorded(row, tmp_path, capsys):
     names = ("blocks", "size", "concurrency", "operation", "seconds", "posting", "memory", "bare")
     rows = [row | {"bare": "0"}]
@@ -189,13 +190,6 @@ def test_public_threads_are_diagnosed_as_recorded(row, tmp_path, capsys):
     else:
         assert f"likely: {row['predicted']}" in out
     assert ("threads that share the links" in out) == (row["concurrency"] != "1")
-
-
-def test_log_without_descriptor_counts_and_faster_ones_are_read(tmp_path, capsys):
-    log = tmp_path / "decode.log"
-    log.write_text(PUBLIC.replace(", Avg number of descriptors=40064.0", "").replace("=173.794", "=0.2"))
-    assert main(["diagnose", str(log), "hw=8xh100", "backend=nixl_vllm"]) == 0
-    assert "nothing is slow: every transfer is faster than the model" in capsys.readouterr().out
 
 
 def test_metrics_of_a_server_are_read_from_its_address(tmp_path, capsys):
@@ -247,3 +241,46 @@ def test_what_cannot_be_diagnosed_is_refused(words, message, tmp_path, capsys):
     wire = Path(__file__).parent / "outputs" / "perftest.txt"
     assert main(["diagnose", *(word.format(log=log, crowd=crowd, wire=wire) for word in words)]) == 2
     assert message in capsys.readouterr().err
+
+
+needs_link = pytest.mark.skipif(bool(missing_requirements()), reason=f"needs a link: {missing_requirements()}")
+POINTS = ["experiment=transfer", "experiment.patterns=[pair]", "experiment.order=shuffled", "--quiet"]
+
+
+def ran(folder: Path, *words: str) -> Path:
+    assert main(["run", "target=real", *words, *POINTS, f"output={folder}"]) == 0
+    return next(folder.iterdir())
+
+
+def causes(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, tuple[float, float]]:
+    """The factor of each cause and what it leaves unexplained, the best first."""
+    capsys.readouterr()
+    assert main(["diagnose", *words, "--json"]) == 0
+    return {
+        one["cause"]: (one["factor"], one["unexplained"]) for one in json.loads(capsys.readouterr().out)["causes"]
+    }
+
+
+@needs_link
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in MARKED if "shm" not in str(name)])
+def test_known_link_slower_than_said_is_a_slow_wire(name, tmp_path, capsys):
+    sizes = ["experiment.blocks=[1,4]", "experiment.size=[262144,4194304]", "experiment.repeat=5"]
+    run = str(ran(tmp_path, "hw=link", f"backend={name}", "hw.link.rate=500Mbps", "hw.link.delay=0.1ms", *sizes))
+    said = causes(capsys, run, "hw.link.rate=4Gbps")
+    assert next(iter(said)) == "slow wire"
+    assert said["slow wire"][0] == pytest.approx(8.0, rel=0.4)
+    assert causes(capsys, run)["as expected"][1] < said["as expected"][1] / 2
+
+
+@pytest.mark.slow
+def test_forced_tcp_is_told_from_shared_memory(tmp_path, capsys):
+    """A slow host, or one that polls late, slows copies through memory alike: one run is held against the other."""
+    sizes = ["experiment.blocks=[1,4,32,256]", "experiment.size=[4096,65536]", "experiment.repeat=40"]
+    unexplained = {}
+    for name, options in (("nixl_shm", []), ("nixl_tcp", ["+backend.options.UCX_TLS=tcp"])):
+        run = ran(tmp_path / name, "hw=loopback", f"backend={name}", *options, *sizes)
+        assert main(["export", str(run), "--format", "nixlbench"]) == 0
+        said = causes(capsys, str(run / "nixlbench-write-1.txt"), "hw=loopback", "backend=nixl_shm")
+        unexplained[name] = said["over TCP"][1] / said["as expected"][1]
+    assert unexplained["nixl_tcp"] < 0.7 * unexplained["nixl_shm"]

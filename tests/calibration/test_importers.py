@@ -62,16 +62,13 @@ def test_rates_of_a_node_become_times_of_a_batch(tmp_path):
     assert samples.about["source"].startswith("someone")
 
 
-def test_telemetry_of_nixl_has_a_row_for_each_operation_and_size():
+def test_telemetry_has_a_row_an_operation_size_or_interval():
     samples = rows("nixl")
     sizes = (4096, 1 << 20, 32 << 20, 64 << 16)
     assert {shape(row)[:3] for row in samples} == {(of, 1, size) for of in ("write", "read") for size in sizes}
     assert [row.repeats for row in samples] == [2] * 8
     small = next(row for row in samples if row.operation == "read" and row.size == 4096)
     assert small.low < small.seconds == pytest.approx((459e-6 + 9e-6) / 2)  # the two that the API returned
-
-
-def test_metrics_of_mooncake_have_a_row_for_each_interval():
     samples = rows("mooncake")
     assert [row.repeats for row in samples] == [41, 45, 39]
     sent = (4096 + (1 << 20) + (32 << 20)) / 3  # fifteen rounds of the three sizes in that interval

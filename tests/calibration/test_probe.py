@@ -34,7 +34,6 @@ def fitted(file: Path) -> dict[str, object]:
 
 @pytest.fixture
 def alice(monkeypatch):
-    """A user and a host whose names are known."""
     for key in ("USER", "LOGNAME"):
         monkeypatch.setenv(key, "alice")
     monkeypatch.setattr("socket.gethostname", lambda: "gpu-node7.cluster.example")
@@ -121,7 +120,6 @@ def test_part_that_fails_is_named_and_others_go_on(name, tmp_path, monkeypatch, 
 def test_interrupted_probe_keeps_a_bundle(name, tmp_path):
     words = [sys.executable, "-m", "pdsim", "probe", f"backend={name}"]
     with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
         next(line for line in process.stderr if line.startswith("probe transfers"))  # it measures
         process.send_signal(signal.SIGINT)
         assert "holds the measurements of 1 of " in process.communicate(timeout=60)[1]

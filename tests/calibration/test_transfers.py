@@ -74,7 +74,7 @@ def test_of_two_parameters_that_are_one_number_one_is_lost(cells, lost):
     assert chosen.unidentified == (lost,)
 
 
-def test_of_two_forms_that_say_the_same_rounding_does_not_choose():
+def test_rounding_does_not_choose_between_two_equal_forms():
     points = made_by(KINDS["sum"], noise=0.02)
     twins = [Form("sum", (constant, "descriptor", "rate")) for constant in ("latency", "call")]
     for seed in range(8):  # as other processors may have them
@@ -144,7 +144,7 @@ BOTH = [{"read": 5e-6, "read_descriptor": 1e-6}, {"read": 5e-6, "read_rate": 150
 
 
 @pytest.mark.parametrize("more", [*MORE, *(pytest.param(each, marks=pytest.mark.slow) for each in BOTH)])
-def test_a_misfit_of_writes_is_not_taken_for_a_cost_of_reads(more):
+def test_a_misfit_of_writes_is_no_cost_of_reads(more):
     fit = read_fit(both_ways(more, noise=0.01, misfit=0.1))
     assert {name: fit.at[name] for name in fit.form.free} == pytest.approx(more, rel=0.15)
     assert set(fit.intervals) == set(more)
@@ -165,7 +165,7 @@ SIZES += [(1 << power, size) for size in (4096, 1 << 16, 1 << 18, 1 << 20) for p
 
 
 @pytest.mark.slow
-def test_a_saving_and_a_ramp_are_fitted_and_predictions_try_both_ends():
+def test_a_saving_and_a_ramp_are_fitted_with_both_ends():
     held = ((1, 16384), (4, 4096), (32, 1 << 16))
     seconds = made_by(SAVES, SIZES, noise=0.01, seed=5).seconds.tolist()
     rows = [sample(*cell, time, held=cell in held) for cell, time in zip(SIZES, seconds, strict=True)]

@@ -33,7 +33,7 @@ def test_only_what_is_both_predicted_and_measured_is_compared():
         compare([value(1.0, "a")], [value(1.0, "c")])
 
 
-def test_a_class_has_bias_median_and_of_twenty_points_a_p95():
+def test_a_class_of_twenty_has_bias_median_and_p95():
     (few,) = by_class(errors([1, -2, 3]), {}, seed=0)
     assert (few.points, round(few.bias, 9), round(few.median, 9), few.p95, few.worst) == (3, 0.01, 0.02, None, "2")
     many = errors([float(percent) for percent in range(1, 21)])
@@ -88,16 +88,13 @@ def costs(config: Config) -> list[Value]:
     return [value(config.backend.intra.call + config.backend.intra.descriptor)]
 
 
-def test_intervals_are_tried_at_both_ends_and_add_in_quadrature(tmp_path):
+def test_intervals_are_tried_at_both_ends_of_all_steps(tmp_path):
     spans = {"backend.intra.call": ("4us", "8us"), "backend.intra.descriptor": ("1us", "4us")}
     (one,) = predicted(calibrated(tmp_path, intervals=spans), costs)
     assert one.value == pytest.approx(6e-6)
     blind = 6e-6 * BLIND["pair"]
     assert one.low == pytest.approx(6e-6 - math.hypot(1e-6, blind))
     assert one.high == pytest.approx(6e-6 + math.hypot(3e-6, 3e-6, blind))
-
-
-def test_the_steps_of_a_ramp_go_to_their_ends_together(tmp_path):
     ends = ("2 x 1us and 64 x 0.1us", "4 x 2us and 100 x 0.2us")
     ((_, low, high),) = variants(calibrated(tmp_path, intervals={"backend.intra.ramp": ends}))
     assert low.backend.intra.ramp == (Ramp(first=2, extra=1e-6), Ramp(first=64, extra=1e-7))
@@ -136,7 +133,7 @@ def test_an_interval_grows_beyond_the_samples(tmp_path, nbytes, descriptors, gpu
     assert (one.factor, one.low, one.high) == (factor, pytest.approx(1.0 - reach), pytest.approx(1.0 + reach))
 
 
-def test_hosts_are_a_parameter_of_their_own_unless_one_is_given(tmp_path):
+def test_hosts_are_a_parameter_unless_one_is_given(tmp_path):
     hosts = {"hosts": (0.8, 1.0, 1.5)}
     (one,) = predicted(calibrated(tmp_path, **hosts), lambda config: [value(config.backend.intra.call)])
     blind = 5e-6 * BLIND["pair"]

@@ -70,7 +70,7 @@ def test_pieces_and_tokens_arrive_through_gloo_as_on_the_model():
 
 
 @pytest.mark.parametrize(
-    ("options", "key"), [({"ranks": (9,)}, "experiment.ranks=9"), ({"size": (1 << 28,)}, "ve.pool")]
+    ("options", "key"), [({"ranks": (9,)}, "experiment.ranks=9"), ({"size": (1 << 28,)}, "collective.pool")]
 )
 def test_ranks_and_bytes_that_the_machine_lacks_are_refused(options, key):
     (line,) = check(configured(**options))

@@ -27,10 +27,8 @@ def transfer(policy: Policy, **changes: Any) -> TransferEngine:
 
 
 SLOW = replace(ENGINE.intra, call=5e-3)
-CHOICES = {
-    "backends": {"fast": transfer(STAGED), "slow": transfer(Policy(), intra=SLOW)},
-    "engines": {"push": ServingEngine(), "pull": PULL},
-}
+BACKENDS = {"fast": transfer(STAGED), "slow": transfer(Policy(), intra=SLOW)}
+CHOICES = {"backends": BACKENDS, "engines": {"push": ServingEngine(), "pull": PULL}}
 
 
 def compared(decode: int = 2, **options: Any) -> tuple[Result, list[list[Any]]]:

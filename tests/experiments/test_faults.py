@@ -1,6 +1,5 @@
 """`experiment=faults`: scenarios are drawn from seeds, clean on the real code, and shrink when they are not."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -25,29 +24,32 @@ from experiments.faults import (
     shrunk,
     tries,
 )
-from experiments.faults.scenario import KINDS, RARE, Tried, attempt, draw
+from experiments.faults.scenario import KINDS, attempt, draw
 from pdsim.core.clock import fire
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import silent
 from pdsim.kv.policy import Policy, Staging
 from pdsim.kv.push import KvSender
-from pdsim.kv.receiver import StagingReceiver
+from pdsim.kv.receiver import KvReceiver, StagingReceiver
 from pdsim.results.record import Result
 from pdsim.serving.decode import DecodeScheduler
 from pdsim.serving.handoff.push import PushDecode
 from pdsim.serving.prefill import PrefillScheduler, PrefillWorker
 from pdsim.serving.settings import Cache, HostCosts, ServingEngine
 from pdsim.sim.endpoint import SimEndpoint
+from pdsim.sim.faults import Faults, Pause
+from pdsim.sim.model import Model
 from pdsim.sim.posting import IsolatedTransfers
 from tests.mutants.mutant import patched
+from tests.support.composed import composed
 from tests.support.configs import make_config
+from tools import faults_real
 
 FIRST = {"delays", "late", "stray", "shuffle", "slow", "squeezes", "aborts", "kills", "restarts", "torn"}
 """Kinds that there were when the oldest seeds were found."""
 
 
 def trial(seed: int, requests: int, kinds: str) -> FaultTrial:
-    """Return the scenario of *seed* with only those *kinds*."""
     return FaultTrial(seed, requests, 0.4, frozenset(KINDS) - set(kinds.split()))
 
 
@@ -65,13 +67,6 @@ def test_the_real_code_is_clean():
     assert [row for row in reached(tried).rows if row[1] < (10 if ">" in row[0] else 1)] == []
 
 
-def test_what_was_reached_is_counted_the_rarest_first():
-    tried = [Tried(seed, [], {}, 0, "1 x tp=1, late, kills", {"Fence": seed, "Ping": 9}) for seed in (1, 2)]
-    rows = reached([*tried, Tried(3, [], {}, 0, "1 x tp=1, late", {"Ping": 1})]).rows
-    assert rows[0][1:] == [0, 0, ""]
-    assert rows[-2:] == [["Fence", 3, 2, "kills 100%"], ["Ping", 19, 3, "late 100%"]]
-
-
 def test_a_seed_gives_one_scenario_and_one_course_of_events():
     assert attempt(draw(5, 30, 1.0)) == attempt(draw(5, 30, 1.0))
     assert draw(5, 30, 1.0).text != draw(6, 30, 1.0).text
@@ -80,18 +75,7 @@ def test_a_seed_gives_one_scenario_and_one_course_of_events():
     assert (less.cancels, less.faults, less.kill) == ({}, whole.faults, whole.kill)
 
 
-def test_kinds_that_happen_always_change_nothing_else():
-    rare, always = draw(5, 30, 0.4), draw(5, 30, 0.4, always=frozenset({"aborts"}))
-    assert "aborts" not in rare.text
-    assert "aborts" in always.text
-    assert (always.faults, always.kill) == (rare.faults, rare.kill)
-    assert always.cancels
-    assert draw(5, 30, 0.4, frozenset({"aborts"}), frozenset({"aborts"})) == rare
-    trial = FaultTrial(5, 30, 0.4, frozenset({"late"}), frozenset({"late", "kills"}))
-    assert trial.command().endswith("'experiment.without=[late]' 'experiment.always=[kills]'")
-
-
-def test_every_kind_of_fault_happens_when_all_are_asked_for_and_none_when_none_is():
+def test_every_kind_of_fault_can_happen():
     undoing = frozenset(("stages", "crowds", "runs"))  # others
     named = ", ".join(kind for kind in KINDS if kind not in undoing)
     seed = next(seed for seed in range(100) if draw(seed, 1, 1.0, undoing).text.endswith(named))
@@ -99,26 +83,13 @@ def test_every_kind_of_fault_happens_when_all_are_asked_for_and_none_when_none_i
     assert scenario.cancels
     assert scenario.kill
     assert scenario.restart
-    faults = {
-        "delayed",
-        "delay",
-        "late",
-        "lateness",
-        "stray",
-        "torn",
-        "shuffle",
-        "slow",
-        "squeezes",
-        "lagging",
-        "lag",
-    }
-    assert set(scenario.faults.kinds()) == faults | {"broken", "silences", "stale", "pauses"}
-    assert set(RARE) <= set(KINDS)
+    faults = "delayed delay late lateness stray torn shuffle slow squeezes lagging lag broken silences stale pauses"
+    assert set(scenario.faults.kinds()) == set(faults.split())
     assert draw(1, 50, 0.0).faults.kinds() == ()
 
 
 @pytest.mark.slow
-def test_a_violation_is_shrunk_and_printed_with_the_command_that_replays_it(monkeypatch):
+def test_a_violation_is_shrunk_and_printed_with_its_command(monkeypatch):
     def forgetful(self: KvSender, *arguments: Any) -> None: ...
 
     monkeypatch.setattr(KvSender, "_conclude", forgetful)
@@ -143,12 +114,6 @@ def test_parts_add_up_and_are_not_run_again(tmp_path):
     assert sum(row[1] for row in whole.tables[0].rows) == whole.values["requests"] == 20
 
 
-def test_each_seed_of_a_run_has_scenarios_of_its_own(tmp_path):
-    file = tmp_path / "parts.jsonl"
-    explore(seed=2, scenarios=2, first=3, requests=2, parts=str(file))
-    assert [json.loads(line)[0] for line in file.read_text().splitlines()[1:]] == [2_000_003, 2_000_004]
-
-
 def test_parts_of_other_code_or_options_do_not_add_up(tmp_path, monkeypatch):
     file = tmp_path / "parts.jsonl"
     campaign_parts(file, {"requests": 5})
@@ -168,7 +133,7 @@ def test_real_engines_are_refused():
 
 
 @pytest.mark.slow
-def test_a_campaign_that_is_told_to_end_does_not_wait_for_the_scenarios_that_are_under_way(tmp_path):
+def test_a_campaign_told_to_end_waits_for_no_scenario(tmp_path):
     words = ["experiment=faults", "experiment.scenarios=100000", "experiment.workers=2", f"output={tmp_path}"]
     process = subprocess.Popen([sys.executable, "-m", "pdsim", "run", *words], stderr=subprocess.PIPE)
     deadline = time.monotonic() + 60
@@ -183,7 +148,6 @@ def test_a_campaign_that_is_told_to_end_does_not_wait_for_the_scenarios_that_are
 
 
 def answers_any(self: PushDecode, sender: str, message: Any) -> None:
-    assert self.kv.landing is not None
     self.kv.landing.ask(sender, message)
 
 
@@ -333,7 +297,7 @@ def test_a_scheduler_that_steps_is_not_taken_to_sleep():
     assert not FaultTrial(10003110, always=frozenset({"changes"})).run().violations
 
 
-def test_reads_that_were_posted_before_the_reader_was_given_up_are_watched():
+def test_reads_posted_before_the_reader_is_lost_are_watched():
     kinds = frozenset(("late", "pulls", "silences", "stray"))
     shown = FaultTrial(42, 12, 0.4, frozenset(KINDS) - kinds, kinds)
     assert not shown.run().violations
@@ -375,7 +339,7 @@ NOT_DRAWN = {
 """Settings that are the same in all scenarios, and why."""
 
 
-def test_every_setting_of_the_protocol_is_drawn_or_named_with_a_reason():
+def test_every_setting_of_the_protocol_is_drawn_or_excused():
     drawn: dict[str, set[str]] = {}
 
     def look(prefix: str, what: Any) -> None:
@@ -392,3 +356,23 @@ def test_every_setting_of_the_protocol_is_drawn_or_named_with_a_reason():
         look("backend.", scenario.engine.intra)
     same = {name for name, values in drawn.items() if len(values) == 1 and name != "staging"}
     assert same == {name for names in NOT_DRAWN for name in names.split(", ")}
+
+
+def test_a_notice_that_dies_with_its_sender_stalls_no_request(monkeypatch):
+    """Seed 130, once: prefill had told the router that all was written, and was killed before it told decode."""
+    job = faults_real.draw(130)
+    killed, notice = job.kill["prefill0.0"], KvReceiver.notice
+
+    def lost_with_prefill(self: KvReceiver, notification: Any) -> None:
+        if not killed - 0.2 < self._rank.clock.now < killed:
+            notice(self, notification)
+
+    monkeypatch.setattr(KvReceiver, "notice", lost_with_prefill)
+    target, specs = faults_real.job(job)
+    pauses = tuple(Pause(name, *span) for name, spans in job.pause.items() for span in spans)
+    model = Model(composed("hw=loopback").hw, target.engine, "timing", limit=100.0, faults=Faults(pauses=pauses))
+    rows = model.run(specs, job.kill, job.restart).ranks["router"].value["rows"]
+    assert [status for *_, status in (row[:4] for row in rows) if "before all of its KV" in status] == [
+        "PeerLost: prefill0@1 is gone before all of its KV was known to be here"
+    ]
+    assert {row[3].partition(":")[0] for row in rows} == {"ok", "PeerLost"}

@@ -121,8 +121,20 @@ def test_a_fault_explains_what_it_reached(failed, how, may):
     assert causes([failed], **how)[0].request(0, failed[-1]) is may
 
 
-def test_an_instance_that_has_not_come_back_stays_out():
+def test_instances_are_out_until_they_are_back():
     assert outages(BACK["kill"], BACK["restart"], ["prefill0.0"])["prefill0"].end == INFINITE
+    faults = Faults(silences=(Silence("decode0.0", 1.0, 4.0),))
+    both = {"decode0.0": 2.0, "decode1.0": 2.0}
+    failed = row("PeerLost: no decode instance is left", 5.9, 5.9)
+    for kill, restart in (({}, {}), (both, dict.fromkeys(both, 3.0))):  # started again while silent, it is not heard
+        assert outages(kill, restart, [], faults.silences)["decode0"].end == 4.0 + RECONNECTED
+    for end, restart, may in (
+        (5.9, dict.fromkeys(both, 3.0), False),  # decode1 is back
+        (5.9, {"decode0.0": 3.0, "decode1.0": 4.0}, True),
+        (6.1, dict.fromkeys(both, 4.0), False),
+    ):
+        later = (*failed[:3], end, failed[-1])
+        assert causes([later], kill=both, restart=restart, faults=faults)[0].request(0, failed[-1]) is may
 
 
 SHORT = row("OutOfMemory: 3 of 3 pages are in quarantine", 5.0, 9.0)
@@ -146,21 +158,6 @@ def test_memory_is_short_where_another_request_failed_before(other, how, may):
     assert causes([SHORT, other], **how)[0].request(0, SHORT[-1]) is may
 
 
-def test_a_silent_rank_that_lives_is_back_after_its_silence():
-    faults = Faults(silences=(Silence("decode0.0", 1.0, 4.0),))
-    both = {"decode0.0": 2.0, "decode1.0": 2.0}
-    failed = row("PeerLost: no decode instance is left", 5.9, 5.9)
-    for kill, restart in (({}, {}), (both, dict.fromkeys(both, 3.0))):  # started again while silent, it is not heard
-        assert outages(kill, restart, [], faults.silences)["decode0"].end == 4.0 + RECONNECTED
-    for end, restart, may in (
-        (5.9, dict.fromkeys(both, 3.0), False),  # decode1 is back
-        (5.9, {"decode0.0": 3.0, "decode1.0": 4.0}, True),
-        (6.1, dict.fromkeys(both, 4.0), False),
-    ):
-        later = (*failed[:3], end, failed[-1])
-        assert causes([later], kill=both, restart=restart, faults=faults)[0].request(0, failed[-1]) is may
-
-
 @pytest.mark.parametrize(("count", "proxy", "may"), [(9, 1e-3, False), (10, 1e-3, True), (30, 0.0, False)])
 def test_a_lease_ends_by_a_long_queue_of_the_router(count, proxy, may):
     mine = row("TransferTimeout: the lease of 0.03 s ended without a heartbeat of the reader", end=1.6)
@@ -170,7 +167,7 @@ def test_a_lease_ends_by_a_long_queue_of_the_router(count, proxy, may):
     assert known.request(0, mine[-1]) is may
 
 
-def test_a_rank_ends_by_the_loss_of_its_instance_or_router():
+def test_a_rank_ends_with_its_instance_router_or_group():
     alone, gone = f"PeerLost: nothing from {ROUTER} for 2.0 s", "PeerLost: prefill0 is given up"
     without, _ = causes([], kill={ROUTER: 1.0})
     latest = 1.0 + 1.5 * PLAIN.job.deadline + GRACE
@@ -182,17 +179,11 @@ def test_a_rank_ends_by_the_loss_of_its_instance_or_router():
         assert [known.rank("prefill0.1", gone, at) for at in (1.9, 2.1)] == [False, True]
         assert not known.rank("prefill1.0", gone, 2.1)
         assert known.rank("prefill0.0", "Killed: as asked", 2.0) == ("kill" in how)
-
-
-def test_a_rank_ends_when_one_that_ended_unheard_starts_again():
     error = "PeerLost: decode0 is given up (PeerLost: decode0.1 was started again), and decode0.0 with it"
     known, _ = causes([], kill={"decode0.0": 1.0, "decode0.1": 1.0}, restart={"decode0.0": 2.0, "decode0.1": 2.1})
     ends = [known.rank("decode0.0", error, at, born) for at, born in ((2.2, 2.0), (2.05, 2.0), (9.0, 2.2 + GRACE))]
     assert ends == [True, False, False]
     assert not known.rank("decode0.0", error.replace("0.1 was", "0.2 was"), 2.2, 2.0)
-
-
-def test_a_rank_that_starts_again_may_wait_for_peers_in_vain():
     error = (
         "TransferTimeout: a collective of prefill0.0+prefill0.1 is not over after 60 s; prefill0.0 had not called"
     )

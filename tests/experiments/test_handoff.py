@@ -36,7 +36,7 @@ def rows(result: Result, table: int = 0) -> list[dict[str, Any]]:
     return [dict(zip(found.columns, row, strict=True)) for row in found.rows]
 
 
-def test_every_way_has_a_row_for_every_shape_and_all_arrive_intact():
+def test_every_way_and_shape_has_a_row_and_arrives_intact():
     result = measure(configured())
     ways = [("1to2", "sliced"), ("1to2", "staged"), ("2to1", "sliced"), ("2to1", "staged"), ("2to2", "whole")]
     assert [(row["way"], row["tokens"], row["path"]) for row in rows(result)] == [
@@ -58,7 +58,6 @@ def test_a_handoff_takes_what_the_engine_and_the_port_take():
 
 def test_contents_that_are_compared_take_no_time_on_the_model():
     """Copies that cost something for each piece included, of which a descriptor stands for many without contents."""
-    assert EIGHT.gpu is not None
     dear = replace(EIGHT, gpu=replace(EIGHT.gpu, copies=Copies(call=1e-6, descriptor=50e-9)))
     tracked, timed, cheap = (
         rows(measure(replace(configured(), memory=memory, hw=hw)))

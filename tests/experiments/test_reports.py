@@ -1,18 +1,27 @@
-"""The seeds of `experiments.reports` at a small size: what each report claims, and where it does not hold."""
+"""The seeds of `experiments.reports`: what each report claims, where it does not hold, and what is kept of it."""
 
-from dataclasses import replace
+import re
+from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pdsim.config import Config
+from experiments import handoff
+from experiments.reports import figures, report_points
+from experiments.reports.claims import Claim, ReportRun
+from experiments.reports.figures import FIGURES, kept, simulated
+from experiments.reports.report_points import ReportPoint, keep, loaded
+from pdsim.config import Config, ExperimentOptions
 from pdsim.config.compose import compose
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
+from pdsim.core.files import data
 from pdsim.core.progress import silent
 from pdsim.results.record import Result
 from pdsim.sim.model import Model
+from tests.experiments.test_handoff import configured as handing_over
 from tests.support.composed import composed
 
 HOST = ("hw=loopback", "memory=tracked")
@@ -43,15 +52,12 @@ def configured(seed: str, *words: str) -> Config:
 
 def run(config: Config, target: Any = None) -> Result:
     model = Model(config.hw, config.backend, memory=config.memory, seed=config.seed, collective=config.collective)
-    result: Result = plugins.resolve(plugins.EXPERIMENTS, config.experiment.name).run(
-        config, target or model, silent
-    )
-    return result
+    experiment = plugins.resolve(plugins.EXPERIMENTS, config.experiment.name)
+    return experiment.run(config, target or model, silent)
 
 
 @cache
 def measured(seed: str, *words: str) -> Result:
-    """Return what *seed* gives at its small size."""
     return run(configured(seed, *words))
 
 
@@ -191,3 +197,83 @@ def test_state_and_slices_cost_time():
     for claim in ("state", "slices"):
         assert list(effects(result, claim, "loopback mooncake_tcp").values()) == [1]
     assert min(row["times"] for row in result.rows("What it costs")) > 1.0
+
+
+LESS, MORE = Claim("fast", "it is faster", "us"), Claim("much", "it moves more", "GB/s", better="more", bound=2.0)
+
+
+@pytest.mark.parametrize(
+    ("claim", "before", "after", "effect"),
+    [(LESS, 3.0, 2.0, 1.5), (MORE, 2.0, 3.0, 1.5), (LESS, 3.0, None, None), (LESS, 0.0, 1.0, None)],
+)
+def test_an_effect_is_how_many_times_better_the_change_is(claim, before, after, effect):
+    assert claim.effect(ReportPoint(claim.name, "toy", "model", "", before, after)) == effect
+
+
+@dataclass(frozen=True, kw_only=True)
+class Toy(ExperimentOptions):
+    name: str = "seed_toy"
+
+
+@pytest.fixture
+def toy_file(monkeypatch, tmp_path):
+    (tmp_path / "reports").mkdir()
+    monkeypatch.setattr(report_points, "data", lambda *parts: tmp_path.joinpath(*parts))
+    return tmp_path / "reports" / "seed_toy.csv"
+
+
+def test_claims_stand_beside_what_was_measured_and_kept(toy_file):
+    rows = "fast,toy fast,real,1to1 64 tokens,3.0,3.0\nfast,toy fast,model,old,9,1\nfast,other,real,x,,1.0\n"
+    toy_file.write_text(f"# measured on a toy\nclaim,machine,target,at,before,after\n{rows}")
+    config = replace(handing_over(tp=("1to1",), tokens=(64,)), experiment=Toy())
+    trial = ReportRun(config, Model(config.hw, config.backend, memory="tracked"), silent, 1)
+    (row,) = trial.run("whole", handoff.HandoffOptions(tp=("1to1",), tokens=(64,), repeat=2)).rows("Handoffs")
+    trial.add(LESS, "1to1 64 tokens", 2 * row["p50"], row["p50"])
+    result = trial.result([LESS, MORE])
+    names = ("machine", "simulated", "measured", "verdict")
+    assert [tuple(map(each.get, names)) for each in result.rows("Claims")] == [
+        ("toy fast", "2", "1", "does not hold"), ("other", None, None, "-"),
+    ]  # fmt: skip
+    assert "old" not in {each["at"] for each in result.rows("Points")}
+    spans = {"fast_least": 2.0, "fast_most": 2.0, "much_least": None, "much_most": None}
+    assert result.values == spans
+    assert {record.label.partition(" ")[0] for record in result.transfers} == {"whole"}
+
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "reports"
+COMMAND = re.compile(r"^# [^:]+, model: .*; pdsim run (.*)$", re.MULTILINE)
+SIMULATED = [
+    (file.stem, command)
+    for file in sorted(data("reports").glob("seed_*.csv"))
+    for command in COMMAND.findall(file.read_text(encoding="utf-8"))
+]
+
+
+def test_the_data_has_every_figure():
+    assert [row[:3] for row in kept()] == [(f.report, f.says, round(f.reported, 2)) for f in FIGURES]
+    config = composed("experiment=report_figures", "+experiment.only=[9149]")
+    result = figures.run(config, Model(config.hw, config.backend), silent)
+    assert [metric.value for metric in result.summary] == [1, 0, 1]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "report",
+    ["9149", *(pytest.param(each, marks=pytest.mark.slow) for each in ("7236", "22536", "26406", "37766", "6860"))],
+)
+def test_the_data_has_a_figure_as_the_model_has_it(report):
+    config = composed("experiment=report_figures", f"+experiment.only=[{report}]")
+    assert list(simulated(config, silent)) == [row for row in kept() if row.report == f"#{report}"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("seed", "command"), SIMULATED)
+def test_a_command_simulates_the_points_kept_of_it(seed, command, tmp_path, pdsim_says):
+    def lines(text: str) -> list[str]:
+        return sorted(line for line in text.splitlines() if not line.startswith("#"))
+
+    status, _, stderr = pdsim_says("run", *command.split(), f"output={tmp_path}")
+    assert status == 0, stderr
+    (folder,) = tmp_path.glob("seed_*")
+    assert lines(keep([loaded(folder)])[seed]) == lines(data("reports", f"{seed}.csv").read_text(encoding="utf-8"))

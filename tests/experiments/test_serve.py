@@ -32,7 +32,7 @@ def test_every_request_of_the_embedded_trace_is_served():
 
 
 @pytest.mark.parametrize("output", [{}, {"output_mean": 1, "output_cv": 0}])
-def test_the_phases_of_a_request_add_up_to_its_whole_time(output):
+def test_phases_of_a_request_add_up_to_its_time(output):
     for row in rows(serve(configured(workload=replace(GENERATED, **output)))):
         phases = [row[name] for name in ("queueing", "compute", "handshake", "transfer", "polling")]
         assert sum(phases) == pytest.approx(row["e2e"], rel=1e-12)
@@ -41,25 +41,12 @@ def test_the_phases_of_a_request_add_up_to_its_whole_time(output):
         assert (row["tpot"] is None) == (row["output"] == 1)
 
 
-def test_one_request_alone_takes_what_the_formulas_say():
-    config = configured(workload=replace(GENERATED, count=1))
-    (row,) = rows(serve(config))
-    what, given = job(config, ServeOptions()), row["input"]
-    prefill = sum(what.prefill_time.prefill([(done, min(256, given - done))]) for done in range(0, given, 256))
-    contexts = range(given + 1, given + row["output"])
-    decode = sum(what.decode_time.step(1) + what.decode_time.context * context for context in contexts)
-    assert row["compute"] == pytest.approx(prefill + decode, rel=1e-12)
-    assert row["nbytes"] == -(-given // 16) * 16 * (2 * 2 * 2 * 16 * 2) + 1600
-    assert row["polling"] == 0  # nothing else runs, so the scheduler looks at once
-
-
-def test_a_transfer_lasts_from_its_first_write_to_its_last_completion():
+def test_a_transfer_lasts_from_first_write_to_last_completion():
     result = serve(configured(workload=replace(GENERATED, count=2)))
     spans = []
     for room in ("1", "2"):
         own = [record for record in result.transfers if record.label.split("/")[0] == room]
         spans.append(max(record.seen for record in own) - min(record.submitted for record in own))
-    assert result.outcome is not None
     assert moving_times(result.outcome, 3).tolist() == pytest.approx([*spans, float("nan")], rel=1e-12, nan_ok=True)
     (line,) = (note for note in result.notes if note.startswith("TTFT: "))
     assert line.endswith(f"; a KV transfer lasts {format_time(sum(spans) / 2)}")
@@ -110,23 +97,8 @@ FAULTY = {"deadline": 0.5}
 TWO = Side(tp=2, instances=2)
 
 
-@pytest.mark.parametrize("rank", ["decode0.0", "decode0.1", "prefill0.0", "prefill0.1"])
-@pytest.mark.parametrize("at", [0.0, 0.0501, 0.1503])
-def test_a_rank_that_dies_fails_its_requests_and_nobody_hangs(rank, at):
-    result = serve(configured(TWO, TWO, GQA, options=FAULTY, memory="tracked"), kill={rank: at})
-    assert kinds(result) <= {"ok", "PeerLost", "OutOfMemory"}
-    # at the start only decode's leader has not registered yet: its instance gets no request
-    assert ("PeerLost" in kinds(result)) == ((rank, at) != ("decode0.0", 0.0))
-    side = rank[:-3]
-    for row in rows(result):
-        if row[side] != rank[:-2]:
-            assert row["status"] == "ok" or (side == "prefill" and "in quarantine" in row["status"])
-    assert f"Killed: {rank}" in " ".join(result.failures)
-
-
 def test_without_a_router_the_ranks_end_by_themselves():
     result = serve(configured(options=FAULTY), kill={"router": 0.1})
-    assert result.outcome is not None
     assert "PeerLost" in result.outcome.ranks["decode0.0"].error
     assert result.outcome.seconds < 0.1 + 2 * 0.5 + 0.1
     assert values(result)["requests_ok"] == 0
@@ -148,10 +120,9 @@ def test_writes_go_on_until_the_engine_gives_up(words, seen):
 
 
 @pytest.mark.parametrize("kind", ["kind: stall", "kind: cut", "kind: slow, share: 0.01"])
-def test_a_link_that_is_changed_to_the_end_has_a_utilisation(kind):
+def test_a_link_changed_to_the_end_has_a_utilisation(kind):
     change = f"hw.link.changes=[{{{kind}, start: 1s, end: 1000s}}]"
     result = linked("hw.link.rate=5Mbps", change, "backend.timeout=3s")
-    assert result.outcome is not None
     assert result.outcome.seconds < 1000
     assert 0 < result.outcome.links["link0.up"] < 1
     assert "TransferTimeout" in kinds(result)

@@ -93,12 +93,7 @@ def test_ranks_that_differ_all_run(layout: str):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"memory": "tracked"},
-        {"samples": 10},
-        {"limit": 1e9},
-        {"faults": Faults(slow=[Slow("decode0.2", 0, 1, 2)])},
-    ],
+    [{"memory": "tracked"}, {"samples": 10}, {"limit": 1e9}, {"faults": Faults(slow=[Slow("decode0.2", 0, 1, 2)])}],
     ids=str,
 )
 def test_what_looks_at_single_ranks_runs_all(options: dict[str, object]):

@@ -91,7 +91,6 @@ def staged(prefill: int = 2, decode: int = 1, model: Llm = GQA, **changes: Any) 
 def went(config: Config) -> tuple[Result, set[str | None]]:
     """Return what *config* gives, and the paths; all of it arrives intact, and nothing stays in a staging ring."""
     result = serve(config)
-    assert result.outcome is not None
     ends = [rank.value for rank in result.outcome.ranks.values() if rank.value]
     assert (result.failures, sum(value.get("staging_held", 0) for value in ends)) == ([], 0)
     assert quarantined(result) == 0
@@ -169,7 +168,7 @@ def test_descriptors_are_those_of_the_grouping(policy, descriptors):
 
 
 @pytest.mark.parametrize("fallback", ["", "control"])
-def test_metadata_that_the_engine_does_not_take_fails_or_falls_back(fallback):
+def test_metadata_that_the_engine_refuses_fails_or_falls_back(fallback):
     narrow = replace(ENGINE, intra=replace(ENGINE.intra, depth=5, full="refuse"))  # a run of KV is four descriptors
     policy = replace(POLICIES["mooncake"], metadata_fallback=fallback)
     apart = replace(ONE, count=2, rate=1.0)

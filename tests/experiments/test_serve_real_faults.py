@@ -77,7 +77,6 @@ def probes(outcome: Outcome) -> list[list[str]]:
 
 
 def statuses(outcome: Outcome, instance: str = "") -> list[str]:
-    """Return how requests ended, or those of *instance*."""
     ends = outcome.ranks["router"].value["rows"]
     return [row[3].partition(":")[0] for row in ends if instance in ("", row[0], row[1])]
 
@@ -105,7 +104,7 @@ def test_users_who_leave_in_mid_transfer_leave_no_page_behind(name, engine, pref
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_pages_of_a_killed_writer_come_back_once_it_writes_no_more(name):
+def test_pages_of_a_killed_writer_come_back_once_quiesced(name):
     both = {"dies": ("prefill0.0", "write", 5), "expected": ("prefill1", "decode0")}
     outcome = serve(name, requests(40), TWO, **both)  # of 24 MiB each, in three writes
     assert {"PeerLost"} <= set(statuses(outcome)) <= {"ok", "PeerLost"}
@@ -121,7 +120,7 @@ def ended_by_ucx(outcome: Outcome, rank: str) -> bool:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_pages_of_a_killed_reader_come_back_with_the_proof_of_its_end(name):
+def test_pages_of_a_killed_reader_come_back_with_the_proof(name):
     outcome = serve(name, requests(16), decode=TWO, engine=PULL, dies=("decode0.0", "read", 2))
     assert KILLED in outcome.ranks["decode0.0"].error
     assert {"PeerLost"} <= set(statuses(outcome)) <= {"ok", "PeerLost"}
@@ -145,7 +144,7 @@ def test_a_lender_that_is_started_again_is_read_again(name):
 
 
 @pytest.mark.parametrize("name", [MODEL, ENGINES[0]])
-def test_an_instance_whose_rank_is_killed_and_started_again_serves_again(name):
+def test_an_instance_with_a_restarted_rank_serves_again(name):
     """The other rank of the instance ends with it and is started again too: an instance is formed as a whole."""
     restart = {"prefill0.1": 2.0, "prefill0.0": 6.0}  # the router has given the instance up by then
     side, both = Side(tp=1, pp=2, instances=2), ("prefill0", "prefill1", "decode0")

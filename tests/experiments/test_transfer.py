@@ -59,7 +59,7 @@ def test_spread_ranks_cross_the_network_and_packed_ones_do_not():
     assert found["packed"] > 5 > 1 > found["spread"] > 0.9
 
 
-def test_one_sink_at_a_time_halves_the_rate_unless_sources_begin_apart():
+def test_one_sink_at_a_time_halves_the_rate_in_step():
     # two ports of 10 GB/s in all; serial sources that begin with one sink share its port, and leave the other idle
     how = {"patterns": ("cross:2",), "blocks": (1,), "size": (10_000_000,), "repeat": 4}
     found = measure(**how, schedule=("free", "rounds", "serial", "serial-rotated")).rows(POINTS)
@@ -139,7 +139,7 @@ def test_a_count_that_a_pattern_cannot_have_is_refused(wrong):
         pattern(wrong)
 
 
-def test_the_order_is_drawn_from_the_seed_and_rows_are_as_listed():
+def test_the_order_is_drawn_and_rows_are_as_listed():
     points = [TransferPoint("pair", 1, size, 1) for size in range(1, 30)]
     assert shuffled(points, 1) == shuffled(points, 1) != shuffled(points, 2)
     assert sorted(shuffled(points, 1)) == points

@@ -1,17 +1,20 @@
-"""`pdsim validate`: predictions on disk before anything is measured, and compared as they were."""
+"""`pdsim validate`: what it runs, predictions on disk before anything is measured, and compared as they were."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from experiments import transfer
+from experiments.transfer.points import read
 from experiments.validate import Bounds, ValidateOptions, run
-from experiments.validate.steps import values
+from experiments.validate.steps import parts, problems, values
 from pdsim.config import Config
+from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError, PeerLost
 from pdsim.core.progress import silent
 from pdsim.kv.policy import Policy
@@ -42,7 +45,6 @@ class Slower(Model):
     """Stands for a real engine: a model whose calls cost more than expected; *before* is told of each job."""
 
     def __init__(self, before: Callable[[Sequence[RankSpec]], None] = lambda _: None) -> None:
-        assert ENGINE.intra is not None
         self.slow, self.before = replace(ENGINE, intra=replace(ENGINE.intra, call=10e-6)), before
         super().__init__(EIGHT, self.slow)
 
@@ -65,7 +67,6 @@ def kept(folder: Path, name: str = "measurements") -> dict[str, Any]:
 
 
 def predict(folder: Path, **options: Any) -> Path:
-    """Return the predictions that are made in *folder* alone."""
     validate(folder, configured("model", predict="only", **options), Model(EIGHT, ENGINE))
     return folder / "expectations.json"
 
@@ -86,7 +87,7 @@ def test_an_engine_that_is_slower_is_found_out(tmp_path):
         validate(tmp_path / "other", replace(better, model=replace(better.model, layers=3)))
 
 
-def test_predictions_are_on_disk_before_each_part_and_so_is_what_was_measured(tmp_path):
+def test_predictions_and_measurements_are_on_disk_before_each_part(tmp_path):
     seen = []
 
     def look(_: Sequence[RankSpec]) -> None:
@@ -97,7 +98,7 @@ def test_predictions_are_on_disk_before_each_part_and_so_is_what_was_measured(tm
     assert seen == [(True, 0), (True, 1), (True, 2)]  # transfers, staged handoffs, sliced ones
 
 
-def test_what_takes_long_is_measured_in_a_third_of_the_jobs(tmp_path):
+def test_what_takes_long_has_a_third_of_the_jobs(tmp_path):
     said: list[tuple[float, str]] = []
     config = configured(jobs=6, classes=("pair", "handoff", "serve"), tp=("1to2",))
     run(config, Slower(), lambda share, text="", _=None: said.append((share, text)), tmp_path)
@@ -112,7 +113,7 @@ def test_what_takes_long_is_measured_in_a_third_of_the_jobs(tmp_path):
     assert said[-1][0] == 1.0
 
 
-def test_a_part_that_fails_does_not_take_the_others_with_it(tmp_path):
+def test_a_part_that_fails_leaves_the_others(tmp_path):
     def fail(ranks: Sequence[RankSpec]) -> None:
         if ranks[0].program.startswith("experiments.transfer.exchange"):
             raise PeerLost("rank0 is gone")
@@ -129,7 +130,7 @@ def test_small_pairs_are_judged_by_seconds_if_asked_for(tmp_path, small, verdict
     assert (pair[0], pair[-3], round(pair[-2], 9), round(pair[-1], 9)) == ("small pair", verdict, 5e-3, small * 1e3)
 
 
-def test_points_of_a_file_are_validated_and_ranks_without_gpus_left_out(tmp_path):
+def test_points_of_a_file_are_validated_within_the_gpus(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text("pattern,blocks,size,concurrency\nfanout:2,2,4096,1\n")
     few = configured(points=str(path), classes=("contention",), patterns=("bidirectional", "cross:2x2"))
@@ -220,3 +221,96 @@ def test_a_rate_is_that_of_the_transfers_alone(flows, expected):
     ]
     found = values("transfer", Result(summary=(), transfers=records))
     assert [value.value for value in found if value.quantity == "rate"] == [expected]
+
+
+@cache
+def composed(*words: str) -> Config:
+    return compose(["experiment=validate", *words])
+
+
+class Designed:
+    """The parts on the machine of *words*, what is said of those left out, and the transfers of *folder*."""
+
+    def __init__(self, folder: Path, *words: str, **options: Any) -> None:
+        self.config = composed(*words)
+        self.notes: list[str] = []
+        chosen = replace(ValidateOptions.of(self.config), **options)
+        self.parts = list(parts(self.config, chosen, folder, self.notes))
+        assert [part.name for part in self.parts if problems(self.config, part)] == []
+        self.points = read(folder / "points.csv")
+        self.patterns = {point.pattern for point in self.points}
+
+    def of(self, experiment: str) -> list[dict[str, Any]]:
+        return [vars(part) for part in self.parts if part.name == experiment]
+
+
+def test_patterns_have_no_more_ranks_than_there_are_gpus(tmp_path):
+    eight = Designed(tmp_path, "hw=8xh200", "backend=nvlink")
+    assert eight.patterns >= {"pair", "incast:7", "fanout:7", "cross:4x4", "alltoall:8", "pairs:4"}
+    assert not any("ranks" in note for note in eight.notes)
+    four = Designed(tmp_path, "hw=4xh200", "backend=nvlink")
+    words = "pair pairs:2 bidirectional incast:2 incast:3 fanout:2 fanout:3 cross:2x2 alltoall:4"
+    assert four.patterns == set(words.split())
+    left = "left out, with more than 4 ranks: pairs:4, bidirectional:4, incast:7, fanout:7, cross:4x4, alltoall:8"
+    assert left in four.notes
+    assert Designed(tmp_path, "hw=2xh200", "backend=nvlink").patterns == {"pair", "bidirectional"}
+    shared = Designed(tmp_path, "hw=2xh200", "backend=nvlink", "experiment.placement=[0,0,1,1]")
+    assert shared.patterns >= {"alltoall:4", "incast:3"}
+
+
+@pytest.mark.parametrize(
+    ("hw", "ways", "placement", "gathered"),
+    [
+        ("8xh200", ("4to4", "4to2", "2to4", "4to1"), "packed", (2, 4, 8)),
+        ("4xh200", ("1to2", "2to1", "2to2"), "packed", (2, 4)),
+        ("2xh200", ("1to2", "2to1", "2to2"), "sides", (2,)),
+    ],
+)
+def test_the_number_of_gpus_decides_who_hands_over_and_gathers(tmp_path, hw, ways, placement, gathered):
+    design = Designed(tmp_path, f"hw={hw}", "backend=nvlink")
+    staged, sliced, metadata = design.of("handoff")
+    assert (staged["tp"], sliced["tp"]) == (ways, tuple(way for way in ways if way not in ("4to4", "2to2")))
+    assert (metadata["metadata"], metadata["tp"]) == (("data", "control"), ways[:1] if hw == "8xh200" else ("2to2",))
+    assert {part["placement"] for part in (staged, sliced, metadata)} == {placement}
+    assert design.of("allgather")[0]["ranks"] == gathered
+
+
+@pytest.mark.parametrize(("jobs", "repeat"), [(1, 5), (6, 3), (9, 2)])
+def test_jobs_of_handoffs_share_the_repeats(tmp_path, jobs, repeat):
+    design = Designed(tmp_path, "hw=8xh200", "backend=nixl", f"experiment.jobs={jobs}")
+    staged, sliced, _ = design.of("handoff")
+    assert (staged["repeat"], sliced["repeat"]) == (repeat, repeat)
+    assert (staged["tokens"], sliced["tokens"]) == ((512, 2048, 8192), (512, 2048))  # of 80 layers, two planes each
+    assert "left out, with more than 524288 slices: sliced handoffs of 8192 tokens" in design.notes
+
+
+@pytest.mark.parametrize(
+    ("words", "largest", "tokens", "jobs"),
+    [
+        (("hw=loopback", "backend=nixl_shm"), 1 << 26, (128, 512), 3),
+        (("hw=2xh200", "backend=nvlink"), 1 << 29, (512, 2048, 8192), 9),
+    ],
+)
+def test_hosts_are_validated_in_minutes_and_gpus_thoroughly(tmp_path, words, largest, tokens, jobs):
+    design = Designed(tmp_path, *words)
+    assert largest / 4 < max(point.blocks * point.size for point in design.points) <= largest
+    assert design.of("handoff")[0]["tokens"] == tokens
+    assert ValidateOptions().sized(design.config.hw.gpus).jobs == jobs
+
+
+def test_quick_validations_are_small_and_hosts_have_what_fits(tmp_path):
+    design = Designed(tmp_path, "hw=loopback", "backend=nixl_shm", quick=True)
+    assert len(design.points) == 8
+    assert max(point.blocks * point.size for point in design.points) <= 4 << 20
+    assert [part.name for part in design.parts] == ["transfer", "handoff", "handoff"]
+    assert ValidateOptions(quick=True).sized(0).jobs == 1
+    hosts = ("hw=loopback", "backend=nixl_shm", "experiment.ranks=8")
+    design = Designed(tmp_path, *hosts)
+    assert "alltoall:8" in design.patterns
+    assert design.of("handoff")[0]["tp"] == ("4to4", "4to2", "2to4", "4to1")
+    assert design.of("allgather")[0]["ranks"] == (2, 4, 8)
+    large = Designed(tmp_path, *hosts, "experiment.limit=512MiB")
+    points, gathers = [note for note in large.notes if "do not fit into memory" in note]
+    assert "alltoall:8 37x6291456 c1" in points  # 222 MiB x 14 x 8 ranks, of 4 GiB
+    assert "incast:7 1x6291456 c1" not in points
+    assert gathers == "left out, for they do not fit into memory: all-gathers of 50331648 bytes"

@@ -1,11 +1,12 @@
-"""When disaggregation pays: what others published, in sign and order (docs/validation.md says what falls short)."""
+"""What others published of disaggregation, in sign and order (docs/validation.md says what falls short)."""
 
 from functools import cache
 
 import pytest
 
 from pdsim.config.compose import compose
-from tests.support.serving import serve
+from pdsim.run import simulated
+from tests.support.serving import rows, serve
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +35,7 @@ def test_a_second_decode_engine_helps_short_prompts_only():
     assert omni(8128, 2) / omni(8128, 1) == pytest.approx(1.0, abs=0.02)
 
 
-def test_large_models_and_long_prompts_gain_more_than_small_and_short():
+def test_large_models_and_long_prompts_gain_most():
     """The guide of llm-d: for 70B rather than 8B, and 10,000 and 1,000 tokens rather than 200 and 200."""
     colocated = "experiment.deployment=colocated"
     large = "llama-3.1-70b", 2, (2, 2), (10000, 1000), 64, "workload.count=192"
@@ -46,3 +47,27 @@ def test_large_models_and_long_prompts_gain_more_than_small_and_short():
         prices.append(apart["ttft_p90_s"] / together["ttft_p90_s"])
     assert gains[0] > gains[1] > 1
     assert prices[1] > 2 * prices[0] > 2
+
+
+SETTING = (
+    "engine=vllm hw=8xl40s model=qwen3-32b model.dtype_bytes=1 backend=nixl_vllm parallel=tp2 "
+    "parallel.prefill.instances=3 parallel.decode.instances=1 workload=poisson workload.rate=1.15 "
+    "workload.count=300 workload.input_mean=4900 workload.input_cv=0"
+)
+
+
+def handover(*words: str) -> tuple[float, float]:
+    """Return the mean ms from prefill's end to the first token, and of the transfer in it."""
+    requests = rows(simulated(compose([*SETTING.split(), *words])))
+    spans = [(row["arrival"] + row["ttft"] - row["prefilled_at"], row["transfer"]) for row in requests]
+    first, transfer = (1e3 * sum(each) / len(requests) for each in zip(*spans, strict=True))
+    return first, transfer
+
+
+@pytest.mark.slow
+def test_larger_blocks_and_a_seeded_token_shorten_the_handover():
+    pages = ("kv.page_size=16",), ("kv.page_size=64",), ("kv.page_size=64", "engine.recompute=0")
+    small, large, seeded = (handover(*words) for words in pages)
+    assert small == pytest.approx((291, 114), abs=0.5)  # published: 263, 105
+    assert large == pytest.approx((209, 39), abs=0.5)  # published: 197, 47
+    assert large[0] - seeded[0] == pytest.approx(126, abs=0.5)  # published: 58

@@ -39,7 +39,7 @@ def test_a_buffer_begins_at_a_segment_of_its_own(device):
     assert len({address >> 21 for address in addresses}) == 3
 
 
-def test_memory_that_peers_may_have_mapped_is_used_again_zeroed_and_not_given_back(device):
+def test_memory_that_peers_may_map_is_zeroed_and_kept(device):
     buffer = device.allocate(5000)
     buffer.write(0, b"\xff" * 5000)
     buffer.kept = True
@@ -50,13 +50,10 @@ def test_memory_that_peers_may_have_mapped_is_used_again_zeroed_and_not_given_ba
     assert again.read(0, 6000) == bytes(6000)
 
 
-def test_more_than_the_gpu_has_is_out_of_memory(device):
+def test_what_the_gpu_does_not_have_is_refused(device):
     device.capacity = 1 << 50
     with pytest.raises(OutOfMemory, match="the GPU has no"):
         device.allocate(1 << 45)
     assert device.used == 0
-
-
-def test_a_region_must_be_memory_of_the_gpu(device):
     with pytest.raises(RegistrationError, match="is not memory of cuda:0"):
         device.copy(batch(**CASES["pages"]))

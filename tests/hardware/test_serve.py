@@ -50,7 +50,7 @@ def serve(name: str, prefill: int, decode: int, staging: bool, policy: Policy = 
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("path", ["sliced", "staged"])
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1)])
-def test_heads_that_ranks_do_not_keep_alike_arrive_as_they_were_sent(name, path, prefill, decode):
+def test_heads_kept_differently_arrive_as_they_were_sent(name, path, prefill, decode):
     result = serve(name, prefill, decode, staging=path == "staged")
     assert set(result.requests["path"]) == {path}
 

@@ -1,11 +1,15 @@
-"""Where keys, values and state lie, and which rank writes which of them to whom."""
+"""Where keys, values and state lie, which rank writes which of them to whom, and the padded all-gather."""
 
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from pdsim.core.errors import MessageError
+from pdsim.core.errors import ConfigError, MessageError
+from pdsim.kv.allgather import zigzag
 from pdsim.kv.layout import (
     AUX_ROWS,
     Grid,
@@ -21,7 +25,7 @@ from pdsim.kv.layout import (
     write_metadata,
 )
 from pdsim.kv.plan import metadata_route
-from pdsim.kv.policy import Policy
+from pdsim.kv.policy import Policy, described
 
 LLAMA_8B = KvShape(layers=32, heads=8, head_bytes=128 * 2)
 QWEN3_235B = KvShape(layers=94, heads=4, head_bytes=128 * 2)
@@ -57,13 +61,10 @@ def test_a_token_takes_what_the_reference_says(shape, tp, nbytes):
     assert shape.token_bytes(tp) == nbytes
 
 
-def test_a_rank_keeps_its_heads_or_one_replica():
+def test_a_rank_keeps_its_share_of_heads_and_state():
     assert [QWEN3_235B.local_heads(tp) for tp in (1, 2, 4, 8, 16)] == [4, 2, 1, 1, 1]
     with pytest.raises(ValueError, match="4 KV heads over tp=3: one must divide the other"):
         QWEN3_235B.local_heads(3)
-
-
-def test_a_mamba_slot_is_divided_group_by_group():
     assert CONV.nbytes(1) == 8192 * 3 * 2 == 4 * CONV.nbytes(4)
     assert CONV.local(4) == (512, 512, 1024)
     pool = KvLayout(QWEN3_NEXT, 1, 64, 1, 1, state_slots=1)
@@ -149,3 +150,65 @@ def test_ranks_are_numbered_tp_fastest_and_stages_slowest():
 )
 def test_a_window_touches_whole_pages(tokens, window, page, span):
     assert window_span(tokens, window, page) == span
+
+
+LENGTHS = st.lists(st.integers(0, 60), min_size=1, max_size=6).filter(any)
+
+
+@given(LENGTHS, st.integers(1, 9))
+def test_a_zigzag_of_any_batch_comes_out_in_its_order(lengths, cp):
+    split = zigzag(lengths, cp)
+    source, whole = np.full(cp * split.longest, -1), np.full(sum(lengths), -2)
+    for index, rank in enumerate(split.pieces):  # what stands in every row after the gather; -1 is padding
+        held = [first + n for first, count in rank for n in range(count)]
+        source[index * split.longest : index * split.longest + len(held)] = held
+    for at, to, count in zip(*split.order(), strict=True):
+        assert (whole[to : to + count] == -2).all(), "written twice"
+        whole[to : to + count] = source[at : at + count]
+    assert list(whole) == list(range(split.total))
+
+
+@given(LENGTHS, st.integers(1, 9))
+def test_a_rank_has_a_block_from_either_end(lengths, cp):
+    split, start = zigzag(lengths, cp), 0
+    for length in lengths:
+        base, more = divmod(length, 2 * cp)
+        edges = np.cumsum([0] + [base + (n < more) for n in range(2 * cp)]) + start
+        for index, rank in enumerate(split.pieces):
+            mine = [(int(edges[n]), int(edges[n + 1] - edges[n])) for n in (index, 2 * cp - 1 - index)]
+            assert [piece for piece in rank if start <= piece[0] < start + length] == [p for p in mine if p[1]]
+        start += length
+
+
+@pytest.mark.parametrize(("lengths", "cp"), [([], 2), ([0, 0], 2), ([3, -1], 2), ([3], 0)])
+def test_nothing_to_gather_and_what_cannot_be_is_refused(lengths, cp):
+    with pytest.raises(ValueError, match=r"lengths|cp"):
+        zigzag(lengths, cp)
+
+
+POOL = "SGLANG_MOONCAKE_CUSTOM_MEM_POOL"
+
+
+@pytest.mark.parametrize(
+    ("engine", "variables", "keys"),
+    [
+        ("mooncake", {POOL: "INTRA_NODE_NVLINK"}, ["backend.policy.pool=intra_node_nvlink"]),
+        ("mooncake", {"SGLANG_MOONCAKE_SEND_AUX_TCP": "true"}, ["backend.policy.metadata=control"]),
+        ("mori", {"SGLANG_MOONCAKE_SEND_AUX_TCP": "1"}, []),
+        ("mori", {"SGLANG_MORI_SEND_AUX_RDMA": "1"}, ["backend.policy.metadata=write"]),
+        ("nixl", {"SGLANG_DISAGG_STAGING_BUFFER": "0"}, []),
+        (
+            "nixl",
+            {"SGLANG_DISAGG_STAGING_BUFFER": "1", "SGLANG_DISAGG_STAGING_POOL_SIZE_MB": "512"},
+            ["kv.staging=true", "kv.staging_ring=512MiB"],
+        ),
+    ],
+)
+def test_variables_of_sglang_are_keys(engine, variables, keys):
+    assert list(described(variables, engine)) == keys
+
+
+@pytest.mark.parametrize(("name", "text"), [(POOL, "BAREX"), ("SGLANG_DISAGGREGATION_QUEUE_SIZE", "few")])
+def test_a_variable_that_no_key_has_is_refused(name, text):
+    with pytest.raises(ConfigError, match=f"{name}={text} .*; unset it, or set backend.policy"):
+        list(described({name: text}, "mooncake"))

@@ -96,19 +96,13 @@ def test_no_status_goes_back(old, new):
     assert advance(old, new) is (old if over else Status.FAILED if new is Status.FAILED else max(old, new))
 
 
-def test_a_room_succeeds_when_every_rank_has_said_so_once():
+def test_a_room_ends_once_by_all_ranks_or_one_failure():
     room = Consensus(3)
     assert [room.succeed(rank) for rank in (0, 2, 2, 0, 1)] == [False, False, False, False, True]
     assert [room.succeed(0), room.fail(), room.settle(0), room.status] == [False, False, False, Status.SUCCESS]
-
-
-def test_one_failed_rank_fails_all_and_every_rank_settles():
     room = Consensus(2)
     assert [room.settle(0), room.succeed(0), room.fail(), room.fail()] == [False, False, True, False]
     assert [room.succeed(1), room.status] == [False, Status.FAILED]
     assert [room.settle(rank) for rank in (0, 0, 1, 1)] == [False, False, True, False]
-
-
-def test_a_rank_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match="rank 2 is not one of 2"):
         Consensus(2).succeed(2)

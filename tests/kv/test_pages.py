@@ -72,9 +72,11 @@ def test_every_order_refuses_the_same(order):
     assert (pool.free, pool.used) == (4, 0)
 
 
-def test_too_few_target_pages_are_refused():
+def test_pages_that_cannot_be_paired_or_reused_are_refused():
     with pytest.raises(ValueError, match="fewer pages"):
         pair(((0, 5),), ((0, 4),))
+    with pytest.raises(ValueError, match="1 cached pages of 1: at least one must be computed"):
+        served(4, [1]).reuse(2, 1, [1])
 
 
 def test_slots_have_one_owner():
@@ -96,11 +98,8 @@ def state(window_pages: int = 6, slots: int = 2) -> StatePool:
     return StatePool(STATE, 4, slots, window_pages)
 
 
-def test_a_request_gets_a_slot_window_pages_and_index_rows():
+def test_state_takes_a_slot_and_pages_of_its_window():
     assert state().allocate(1, 10, 10, PAGES) == (((0, 1),), ((0, 3),), PAGES)
-
-
-def test_a_moving_window_needs_one_page_more():
     assert [state().need(tokens, tokens) for tokens in (3, 8, 9, 16, 17)] == [1, 2, 3, 2, 3]
     assert [state().need(3, reach) for reach in (4, 8, 100)] == [1, 2, 3]
 
@@ -123,13 +122,11 @@ def test_a_model_without_state_has_no_rows():
 def serve(pool: PrefixPagePool, owner: int, keys: list[int], count: int | None = None) -> int:
     """Give *owner* its pages, compute them, and return how many were cached."""
     reused = pool.reuse(owner, count or len(keys) + 1, keys)
-    assert reused is not None
     pool.commit(owner, keys)
     return reused[1]
 
 
 def served(pages: int, *prompts: list[int], **options) -> PrefixPagePool:
-    """Return a pool that has served *prompts*, one after the other."""
     pool = PrefixPagePool(pages, **options)
     for owner, keys in enumerate(prompts):
         serve(pool, owner, keys)
@@ -137,10 +134,15 @@ def served(pages: int, *prompts: list[int], **options) -> PrefixPagePool:
     return pool
 
 
-def test_a_released_prompt_is_reused_up_to_the_first_miss():
+def test_cached_prompts_are_reused_to_a_miss_and_evicted_backwards():
     pool = served(10, [1, 2, 3])
     assert (pool.free, pool.cached, pool.match([1, 2, 9, 3])) == (10, 3, 2)
     assert pool.reuse(2, 4, [1, 2, 9]) == (((0, 2), (3, 2)), 2)  # page 2 stays cached
+    pool = served(6, [1, 2], [1, 3], [5])  # 2 is the oldest use
+    assert pool.allocate(9, 3) is not None  # of the other two pages, and one of a cached
+    assert [pool.match([1, 2]), pool.match([1, 3]), pool.match([5]), pool.evicted] == [1, 2, 1, 1]
+    pool = served(9, [1, 2, 3, 4], limit=2)
+    assert (pool.cached, pool.match([1, 2, 3])) == (2, 2)
 
 
 def test_pages_in_use_are_shared_and_not_evicted():
@@ -153,12 +155,6 @@ def test_pages_in_use_are_shared_and_not_evicted():
     assert (pool.free, pool.in_use([1, 2])) == (2, 2)
     pool.release(2)
     assert (pool.free, pool.used) == (5, 0)
-
-
-def test_the_end_of_the_oldest_prompt_is_evicted_first():
-    pool = served(6, [1, 2], [1, 3], [5])  # 2 is the oldest use
-    assert pool.allocate(9, 3) is not None  # of the other two pages, and one of a cached
-    assert [pool.match([1, 2]), pool.match([1, 3]), pool.match([5]), pool.evicted] == [1, 2, 1, 1]
 
 
 @pytest.mark.parametrize(("eviction", "left"), [("block", 3), ("radix", 0)])
@@ -199,22 +195,12 @@ def test_an_equal_page_computed_twice_is_given_back():
     assert (pool.cached, pool.free) == (2, 5)
 
 
-def test_a_limit_holds_for_pages_without_users():
-    pool = served(9, [1, 2, 3, 4], limit=2)
-    assert (pool.cached, pool.match([1, 2, 3])) == (2, 2)
-
-
 def test_a_growing_request_evicts_and_keeps_its_order():
     pool = PrefixPagePool(4)
     serve(pool, 1, [1, 2], 2)
     pool.release(1)
     assert pool.reuse(2, 2, [])[0] == ((2, 2),)
     assert [pool.extend(2, 2), pool.owners[2], pool.extend(2, 1)] == [True, ((2, 2), (0, 2)), False]
-
-
-def test_a_prompt_that_is_cached_whole_is_refused():
-    with pytest.raises(ValueError, match="1 cached pages of 1: at least one must be computed"):
-        served(4, [1]).reuse(2, 1, [1])
 
 
 POOLS = {order: partial(page_pool, order) for order in ORDERS}

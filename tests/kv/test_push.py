@@ -40,7 +40,6 @@ Script = list[list[Any]]
 
 
 def model(programs: Mapping[str, tuple[str, dict[str, Any]]], kill: Mapping[str, float], **changes: Any) -> Outcome:
-    """Run a program of this file, with its arguments, on each rank."""
     ranks = [
         RankSpec(name, f"{HERE}:{program}", Place(0, gpu), arguments)
         for gpu, (name, (program, arguments)) in enumerate(programs.items())
@@ -74,7 +73,6 @@ def prefill(rank: Rank, *, script: Script, page_size: int = 4, layers: int = 2) 
 
 
 def do(clock: Clock, sender: KvSender, script: Script) -> None:
-    """Have *sender* do what *script* says, at the times it says."""
     actions: dict[str, Callable[..., None]] = {
         "expect": lambda *arguments: sender.expect([chunk(*arguments)]),
         "send": lambda *arguments: sender.send(chunk(*arguments)),
@@ -187,13 +185,10 @@ def test_a_room_settles_after_its_writes_and_its_leader():
     assert settled == [pytest.approx(0.2 + 9e-6 + 1.024, rel=1e-9), "RankQuiesced", 7]
 
 
-def test_an_abort_stops_what_has_not_been_written():
+def test_an_abort_stops_what_has_not_been_written_yet():
     sent, received, outcome = run([*BEGIN, [0.2, "expect", *LAST], [0.25, "abort", 7], [0.3, "send", *LAST]])
     assert sent == [[0.3, "RankQuiesced", 7]]  # when the forward that was under way has ended
     assert (received, len(outcome.ranks["prefill0.0"].transfers)) == ([], 1)
-
-
-def test_an_abort_of_an_unknown_room_is_settled_at_once():
     assert run([[0.1, "abort", 99]])[0] == [[0.1, "RankQuiesced", 99]]
 
 
@@ -306,11 +301,7 @@ def served(count: int, *items: tuple[float, int, Any]) -> list[Any]:
         # a slow item holds up its queue and no other
         (4, [(0.0, 0, 4.0), (1.0, 4, 0.5), (1.0, 1, 1.0)], [(2.0, 1.0), (4.0, 4.0), (4.5, 0.5)]),
         # first come, first served; an idle worker begins at once
-        (
-            1,
-            [(0.0, 0, 1.0), (0.5, 0, 0.25), (0.5, 0, 0.5), (5.0, 0, 1.0)],
-            [(1.0, 1.0), (1.25, 0.25), (1.75, 0.5), (6.0, 1.0)],
-        ),
+        (1, [(0, 0, 1.0), (0.5, 0, 0.25), (0.5, 0, 0.5), (5, 0, 1.0)], [(1, 1), (1.25, 0.25), (1.75, 0.5), (6, 1)]),
         # what raises ends an item, not the worker
         (
             1,

@@ -42,7 +42,7 @@ def test_slots_go_round_in_the_order_of_the_line(sizes, given):
     assert list(one.advance()) == given
 
 
-def test_a_key_has_one_slot_that_fits_and_is_freed_once():
+def test_a_key_has_one_fitting_slot_freed_once():
     one = ring(10)
     with pytest.raises(OutOfMemory, match=r"101 bytes exceeds the ring of 100; raise kv.staging_ring"):
         one.request(1, 101)
@@ -54,7 +54,7 @@ def test_a_key_has_one_slot_that_fits_and_is_freed_once():
     assert len(one) == 0
 
 
-def test_slots_are_disjoint_and_given_in_the_order_of_the_line():
+def test_slots_are_disjoint_and_given_in_order():
     draw, one, high = random.Random(7), Ring(16), -1
     slots: dict[int, Slot] = {}
     line: list[int] = []

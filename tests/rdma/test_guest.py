@@ -58,7 +58,7 @@ def test_nothing_is_left_when_a_run_is_signalled(number, tmp_path):
     assert folder.name.endswith(".incomplete")
 
 
-def test_a_guest_that_does_not_come_up_leaves_nothing_and_clears_up(tmp_path, monkeypatch):
+def test_a_guest_that_does_not_start_leaves_nothing(tmp_path, monkeypatch):
     """A folder whose owner was killed is removed; one in use, a fresh one and another's are not."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = psutil.Process().children()

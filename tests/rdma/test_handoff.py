@@ -24,7 +24,7 @@ HEAVY = Llm(name="heavy", parameters=1e6, active=1e6, layers=7, hidden=128, head
 
 
 @pytest.mark.parametrize("name", VERBS)
-def test_keys_values_and_state_arrive_as_they_were_sent_between_unlike_ranks(name, rdma_guest):
+def test_keys_values_and_state_arrive_between_unlike_ranks(name, rdma_guest):
     config = on_loopback(
         name,
         Side(tp=2),

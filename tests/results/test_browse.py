@@ -57,18 +57,15 @@ def test_the_sweep_and_each_point_have_a_page(sweep, port):
         assert "pdsim report of a run" in get(port, f"/point?name={name}")[1]
 
 
-def test_another_slo_ranks_anew(port):
+def test_another_slo_ranks_anew_and_other_sites_get_nothing(port):
     assert "ttft &lt;= 1 ms" in get(port, "/?slo=ttft=1ms")[1]
     assert get(port, "/?slo=ttft")[0] == 400
+    assert get(port, "/", host="evil.example")[0] == 403
 
 
 @pytest.mark.parametrize("path", ["/point?name=../..", "/point?name=.", "/point", "/run.json", "//etc/passwd"])
 def test_nothing_but_pages_of_the_sweep_is_served(port, path):
     assert get(port, path) == (404, "no such page; the report is at /")
-
-
-def test_a_page_of_another_site_is_not_answered(port):
-    assert get(port, "/", host="evil.example")[0] == 403
 
 
 def test_the_command_prints_where_and_ends_by_ctrl_c(sweep):

@@ -1,15 +1,19 @@
-"""Runs side by side: what differs between them, and each metric as a multiple of the first run's."""
+"""Runs side by side, and what a run spends its time on."""
 
+import json
+import re
 from dataclasses import replace
 
 import pytest
 
+import pdsim
 from experiments import serve
 from pdsim.core.errors import ConfigError
 from pdsim.results.compare import as_dict, tables
+from pdsim.results.explain import accounts, causes, difference
 from pdsim.results.record import Metric
 from pdsim.results.store import Run
-from tests.support.configs import ENGINE, MACHINE, make_config, make_result
+from tests.support.configs import ENGINE, MACHINE, make_config, make_result, record
 
 
 def kept(output, *metrics, **changes):
@@ -20,10 +24,14 @@ def rate(value, name="bw_gbs"):
     return Metric(name, value, "bytes over time")
 
 
-def test_only_what_differs_is_said_of_the_configurations(tmp_path):
+def test_differences_are_named_and_unproven_numbers_withheld(tmp_path):
     faster = replace(MACHINE, nic=replace(MACHINE.nic, count=4, rate=1e9))
     a, b = kept(tmp_path, rate(1.0)), kept(tmp_path / "there", rate(1.0), seed=3, hw=faster)
     assert as_dict([a, b])["differences"] == {"hw.nic.count": [0, 4], "hw.nic.rate": [0.0, 1e9], "seed": [0, 3]}
+    unproven = {"hw": replace(MACHINE, sources={}), "backend": replace(ENGINE, sources={})}
+    both = as_dict([kept(tmp_path, rate(1.0)), kept(tmp_path, rate(2.0), **unproven)])
+    assert both["metrics"]["bw_gbs"]["values"] == [1.0, None]
+    assert both["differences"]["evidence"] == ["assumed", "none"]
 
 
 @pytest.mark.parametrize(
@@ -34,13 +42,6 @@ def test_each_metric_is_also_a_multiple_of_the_first_runs(tmp_path, values, mult
     runs = [kept(tmp_path, rate(value)) for value in values]
     about = {"values": list(values), "definition": "bytes over time", "multiples": multiples}
     assert as_dict(runs)["metrics"]["bw_gbs"] == about
-
-
-def test_of_a_run_without_evidence_no_number_is_given(tmp_path):
-    unproven = {"hw": replace(MACHINE, sources={}), "backend": replace(ENGINE, sources={})}
-    both = as_dict([kept(tmp_path, rate(1.0)), kept(tmp_path, rate(2.0), **unproven)])
-    assert both["metrics"]["bw_gbs"]["values"] == [1.0, None]
-    assert both["differences"]["evidence"] == ["assumed", "none"]
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path):
@@ -66,7 +67,60 @@ def test_people_see_units_and_nothing_that_cannot_matter(tmp_path):
     shown = {row[0]: row[1:] for row in differences.rows}
     assert (shown["hw.nic.rate"], shown["hw.nic.latency"]) == (["0 B/s", "50 GB/s"], ["0 ns", "2 us"])
     assert list(metrics.columns) == ["metric", "A", "B", "B/A", "definition"]
-    assert metrics.rows == [
-        ["ttft_p50_s", "2.5 ms", "5 ms", 2.0, "bytes over time"],
-        ["kv_bytes", "64 KiB", "0 B", 0.0, "bytes over time"],
-    ]
+    rows = [["ttft_p50_s", "2.5 ms", "5 ms", 2.0], ["kv_bytes", "64 KiB", "0 B", 0.0]]
+    assert metrics.rows == [[*row, "bytes over time"] for row in rows]
+
+
+def kept_of(folder, *records):
+    return Run(make_config(folder)).finish(make_result(transfers=records))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The folders of two runs that served: of NVLink, and of NIXL with another layout."""
+    words = {"workload": "poisson", "workload.count": 8, "workload.rate": 2}
+    words["output"] = str(tmp_path_factory.mktemp("runs"))
+    other = {"backend": "nixl", "parallel.decode.tp": 2}
+    return [pdsim.simulate(**(words | more)).folder for more in ({}, other)]
+
+
+def test_stages_of_transfers_are_their_means(tmp_path):
+    stages = {"prep": pytest.approx(1e-6), "post": pytest.approx(2e-6), "tx": pytest.approx(10e-6)}
+    size = {"nbytes": 65536, "batch_size": 16, "poll": pytest.approx(4e-6)}
+    folder = kept_of(tmp_path, record(), record(start=1.0), record(status="PeerLost"))
+    assert causes(folder) == {"transfer": stages, "size": size}
+    with pytest.raises(ConfigError, match="kept no requests and no transfers that ended"):
+        causes(kept_of(tmp_path, record(status="PeerLost")))
+
+
+def test_accounts_add_up_to_the_time_of_the_requests(runs):
+    e2e = pdsim.load(runs[0]).requests["e2e"].to_pylist()
+    assert sum(accounts(runs[0]).values()) == pytest.approx(sum(e2e) / len(e2e), rel=1e-9)
+    assert sum(accounts(runs[0], 5).values()) == pytest.approx(e2e[5], rel=1e-9)
+    with pytest.raises(ConfigError, match="has no request 8 that ended; there are 0 to 7"):
+        accounts(runs[0], 8)
+
+
+def test_the_difference_of_two_runs_is_a_sentence_with_numbers(runs):
+    (requests, transfers), _ = difference(runs)
+    pattern = r"nixl serves a request [\d.,]+ times slower \(.+ in the mean\), [\d.]+ % of it by transfer \(.+\)"
+    assert re.fullmatch(pattern, requests)
+    pattern = r"nixl is [\d.,]+ times slower in a transfer \(.+\): [\d.,]+ times the descriptors \(.+\) at .+ each"
+    assert re.fullmatch(pattern, transfers)
+    same, _ = difference([runs[0], runs[0]])
+    assert [line.partition(" the same time")[0] for line in same] == ["B serves a request in", "B takes"]
+
+
+def test_explain_names_what_helps_and_what_differs(runs, pdsim_says):
+    first, second = map(str, runs)
+    status, out, _ = pdsim_says("explain", first)
+    assert (status, out.splitlines()[0].partition(": ")[0]) == (0, "mean of requests")
+    assert out.splitlines()[1].startswith("what helps most: forwards take half as long (compute): ")
+    assert re.search(r"^compute .*-\d\d\.\d %.* forwards take half as long$", out, re.MULTILINE)
+    assert pdsim_says("explain", first, "--request", "3", "--fast")[1].startswith("request 3: ")
+    out = pdsim_says("explain", first, second)[1]
+    assert "A with backend of B" in out
+    assert "A with parallel of B" in out
+    assert json.loads(pdsim_says("explain", first, second, "--fast", "--json")[1])["folders"] == [first, second]
+    assert pdsim_says("explain", first, "--request", "many")[0] == 2
+    assert pdsim_says("explain", first, second, "--request", "1")[0] == 2

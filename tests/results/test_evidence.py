@@ -17,11 +17,13 @@ def moved(nbytes=1 << 20, descriptors=16):
     return RECORD._replace(nbytes=nbytes, descriptors=descriptors)
 
 
-def test_the_weakest_kind_is_that_of_the_weakest_number(tmp_path):
+def test_the_weakest_kind_is_of_the_weakest_known_source(tmp_path):
     hw = replace(MACHINE, sources={"gpu.memory": "datasheet: of the card", "nodes, gpus": "assumed: as asked"})
     sources = gather(make_config(tmp_path, hw=hw), serving=False)
     known = {"measured": ["backend.intra.call"], "datasheet": ["hw.gpu.memory"], "assumed": ["hw.nodes", "hw.gpus"]}
     assert (weakest(sources), kinds(sources)) == ("assumed", known)
+    with pytest.raises(ValueError, match=r"hw\.x: source 'a friend' must begin with one of measured"):
+        kinds({"hw.x": "a friend"})
 
 
 @pytest.mark.parametrize(
@@ -44,11 +46,6 @@ def test_a_run_rests_on_what_it_emulates(tmp_path, changes, serving, least, sour
     assert (weakest(gathered), list(gathered)) == (least, sources)
 
 
-def test_a_source_of_no_kind_is_refused():
-    with pytest.raises(ValueError, match=r"hw\.x: source 'a friend' must begin with one of measured"):
-        kinds({"hw.x": "a friend"})
-
-
 def test_a_number_measured_elsewhere_is_assumed_and_names_the_machine():
     config = composed("hw=8xh20", "backend=mooncake_nvlink")
     assert config.backend.sources["intra"].startswith("assumed: measured on 2xh200, not on 8xh20: ")
@@ -58,7 +55,7 @@ def test_a_number_measured_elsewhere_is_assumed_and_names_the_machine():
 
 
 @pytest.mark.parametrize("backend", ["nvlink", "mooncake_nvlink", "nixl"])
-def test_the_rate_of_an_engine_is_a_share_of_the_line_rate(backend):
+def test_an_engines_rate_is_a_share_of_the_line(backend):
     slow = composed("hw=8xh200", f"backend={backend}").backend.intra.rate
     fast = composed("hw=8xh200", f"backend={backend}", "hw.interconnect.rate=788GB/s").backend.intra.rate
     assert fast == 2 * slow
@@ -76,7 +73,7 @@ def test_transfers_beyond_the_samples_are_a_warning_with_the_factor():
     assert "1 to 4096 descriptors: extrapolated to 40960, by a factor of 10" in warning
 
 
-def test_more_gpus_than_were_calibrated_are_a_warning_with_the_factor():
+def test_more_gpus_than_calibrated_are_a_warning_with_factor():
     every = [moved()._replace(source=f"r{index}", target=f"r{index + 1}") for index in range(7)]
     assert extrapolations(composed("hw=8xh200", "backend=nvlink"), every) == [
         "warning: 8 GPUs take part, and samples of calibration=nvlink-2xh200 have 2: extrapolated, by a factor of "

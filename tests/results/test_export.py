@@ -29,16 +29,13 @@ def moved(tmp_path_factory):
     return KeptRun(next(output.iterdir()))
 
 
-def test_aiperfs_records_are_read_as_the_same_requests(served, tmp_path):
+def test_aiperfs_records_and_summary_are_those_of_the_run(served, tmp_path):
     assert main(["export", str(served.folder), "--format", "aiperf", "--to", str(tmp_path)]) == 0
     rows = served.requests.to_pylist()
     for row, (request, was) in zip(rows, observed.read(tmp_path / "profile_export.jsonl"), strict=True):
         assert (request.input, was.tokens, was.status) == (row["input"], row["output"], "ok")
         assert was.first - was.sent == pytest.approx(row["ttft"], abs=1e-8)
         assert was.last - was.sent == pytest.approx(row["e2e"], abs=1e-8)
-
-
-def test_aiperfs_summary_has_its_keys_and_units(served, tmp_path):
     main(["export", str(served.folder), "--format", "aiperf", "--to", str(tmp_path)])
     summary = json.loads((tmp_path / "profile_export_aiperf.json").read_text(encoding="utf-8"))
     ttft = summary["time_to_first_token"]

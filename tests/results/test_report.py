@@ -52,16 +52,13 @@ def test_without_evidence_no_number_is_printed(tmp_path, verbose):
     assert "evidence: none, so no number is printed" in text
 
 
-def test_a_narrow_terminal_gets_the_columns_that_fit(monkeypatch):
+def test_numbers_have_four_digits_and_narrow_terminals_fewer_columns(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     file = Terminal()
     report.show_table(Table("Points", {f"column{n}": f"number {n}" for n in range(6)}, [[1.5] * 6]), file)
     assert "column3: number 3" in file.getvalue()
     assert "column4: " not in file.getvalue()
     assert "columns hidden (narrow terminal): column4, column5" in file.getvalue()
-
-
-def test_numbers_are_printed_with_four_digits_and_counts_in_full():
     values = (None, 0.0, 7, 123456789, 12.3456, 123.456, 0.123456, -5.25, 1.5e-5, 2.5e9, "ok")
     texts = ["-", "0", "7", "123456789", "12.35", "123.5", "0.1235", "-5.250", "1.500e-05", "2.500e+09", "ok"]
     assert [report.cell(value) for value in values] == texts
@@ -78,7 +75,7 @@ def served(**changes):
     return [Metric(name, value, "") for name, value in (values | changes).items()]
 
 
-def test_a_run_that_served_says_what_matters_in_a_dozen_lines(config):
+def test_a_served_run_says_what_matters_in_dozen_lines(config):
     outcome = Outcome({}, 90.0, links={"node0/gpu0/out": 3.3e-4, "node0/gpu1/out": 1e-4}, pools={"host": 0.941})
     notes = ["load: prefill 200 %, decode 50 % of capacity", "warning: a", "warning: b"]
     folder = Run(config, command=["pdsim", "run", "--config-dir=mine"], overrides=["hw=toy", "seed=3"]).finish(
@@ -136,7 +133,7 @@ def test_compute_is_that_of_the_side_that_takes_longer(config, e2e, cause):
     assert f"; {cause}: " in text
 
 
-def test_any_other_run_has_its_first_table_and_what_is_left_out(config):
+def test_any_other_run_has_its_first_table_and_omissions(config):
     rows = [["pair", number * 1.5] for number in range(10)]
     table = Table("Points", {"pattern": "who sends to whom", "B/W": "GB/s"}, rows)
     folder = Run(config).finish(make_result(tables=[table], failures=["a", "b", "c", "d"]))

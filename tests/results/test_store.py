@@ -44,7 +44,7 @@ def test_runs_that_start_together_leave_the_same_bytes(config):
     assert all(content(one) == content(other) for other in others)
 
 
-def test_a_real_run_records_its_date_and_duration_and_a_modelled_one_its_calibration(tmp_path):
+def test_real_runs_record_dates_and_modelled_ones_calibrations(tmp_path):
     real = make_config(tmp_path, target="real", calibration=Calibration(name="mine"))
     about, modelled = (store.load(Run(c).finish(make_result())) for c in (real, replace(real, target="model")))
     assert ("calibration" in about["evidence"], modelled["evidence"]["calibration"]["name"]) == (False, "mine")
@@ -52,15 +52,12 @@ def test_a_real_run_records_its_date_and_duration_and_a_modelled_one_its_calibra
     assert about["wall_seconds"] >= 0
 
 
-def test_a_run_that_raises_stays_marked_and_keeps_its_error(config):
+def test_runs_that_raise_or_fail_say_so(config):
     with pytest.raises(PeerLost), Run(config) as run:
         raise PeerLost("rank1 is gone\nsince a while")
     about = json.loads((run.folder / "run.json").read_text())
     assert run.folder.name.endswith(INCOMPLETE)
     assert (about["status"], about["error"]) == ("failed", "PeerLost: rank1 is gone since a while")
-
-
-def test_failures_make_a_run_partial_and_nan_is_null(config):
     outcome = Outcome({"rank1": RankResult("rank1", error="PeerLost: rank0 is gone")}, seconds=1.0)
     summary = [Metric("x", float("nan"), "a number")]
     result = make_result(failures=["rank1: PeerLost: rank0 is gone"], outcome=outcome, summary=summary)

@@ -29,11 +29,9 @@ LIVE = {
 def folders(tmp_path_factory):
     output = tmp_path_factory.mktemp("results")
     live = make_config(output / "live", target="live", experiment=serve.ServeOptions())
-    return {
-        "pushed": pdsim.simulate(*STAGED, output=output).folder,
-        "pulled": pdsim.simulate(*PULLED, output=output).folder,
-        "live": store.Run(live).finish(Result(summary=[], requests=LIVE)),
-    }
+    runs = {"pushed": STAGED, "pulled": PULLED}
+    made = {name: pdsim.simulate(*words, output=output).folder for name, words in runs.items()}
+    return made | {"live": store.Run(live).finish(Result(summary=[], requests=LIVE))}
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +95,7 @@ def test_slices_are_the_instants_of_the_requests(folders, drawn, name):
     assert (len(wires), set(wires)) == (run.transfers.num_rows, set(range(run.requests.num_rows)))
 
 
-def test_a_live_request_has_its_prefill_its_handoff_and_its_decode(drawn):
+def test_a_live_request_has_prefill_handoff_and_decode(drawn):
     assert [(e["cat"], e["ts"], e["dur"]) for e in of(drawn("live"), "X")] == [
         ("waiting for a connection", 0.0, 0.25e6),
         ("prefill", 0.25e6, 0.25e6),
@@ -107,7 +105,7 @@ def test_a_live_request_has_its_prefill_its_handoff_and_its_decode(drawn):
     ]
 
 
-def test_a_trace_is_compressed_by_its_name_and_the_same_each_time(folders, tmp_path):
+def test_a_trace_is_compressed_by_name_and_reproducible(folders, tmp_path):
     plain, packed = tmp_path / "t.json", tmp_path / "t.json.gz"
     assert trace([folders["pulled"]], plain) == trace([folders["pulled"]], packed) > 0
     assert gzip.decompress(packed.read_bytes()) == plain.read_bytes()

@@ -1,4 +1,4 @@
-"""Prefix caches of instances: exact times of prompts that begin alike, what is computed, sent and evicted."""
+"""Prefix caches: exact times of prompts that begin alike, what is computed, sent and evicted."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,23 +7,20 @@ import pytest
 
 from pdsim.core.errors import ConfigError
 from pdsim.kv.layout import AUX_BYTES
+from pdsim.models.llm import Hybrid, Side
 from pdsim.results.record import Result
-from pdsim.serving.block_manager import page_keys
+from pdsim.serving.block_manager import DecodePages, page_keys
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.settings import Cache, Kv, SchedulerLimits, ServingEngine
 from pdsim.serving.workload import Request
-from tests.support.serving import GQA, QUIET, configured, rows, serve, tabled, values
+from tests.support.serving import GQA, MLA, POOL, QUIET, Served, configured, rows, serve, simulate, tabled, values
 
 PREFILL = Cache(prefill=True)
 BOTH = Cache(prefill=True, decode=True)
 PULL = ServingEngine(name="pull", handoff="pull", recompute=1, memory="grow")
 TOKEN = 2 * GQA.layers * GQA.kv_heads * GQA.head_dim * 2
-SETTINGS = {
-    "model": replace(GQA, context=1 << 17),
-    "hw": QUIET,
-    "kv": Kv(page_size=64, pool=1 << 24),
-    "scheduler": SchedulerLimits(chunk=512, decode_batch=8),
-}
+SETTINGS = {"model": replace(GQA, context=1 << 17), "hw": QUIET, "kv": Kv(page_size=64, pool=1 << 24)}
+SETTINGS |= {"scheduler": SchedulerLimits(chunk=512, decode_batch=8)}
 Prompt = tuple[float, int, int, list[int]]
 """Seconds, tokens in and out, hashes of blocks of 512."""
 
@@ -73,15 +70,12 @@ def test_decode_gets_only_the_pages_that_it_lacks(engine):
     assert table[2]["transfer"] < whole[2]["transfer"]
 
 
-def test_a_prompt_of_the_same_step_is_found_as_the_engine_has_it():
+def test_prompts_of_one_step_or_ahead_are_found_as_computed():
     twins = [(0.0, 512, 1, [9]), (0.0, 200, 1, [1]), (0.0, 200, 1, [1])]  # both wait for the end of the first
     computed, *_ = served(twins, PREFILL)
     scheduled, *_ = served(twins, replace(PREFILL, found="scheduled"))
     assert [row["cached_prefill"] for row in computed] == [0, 0, 0]
     assert [row["cached_prefill"] for row in scheduled] == [0, 0, 192]
-
-
-def test_a_prompt_chosen_ahead_is_found_when_it_is_computed():
     # the second is chosen during the forward of the first one's second chunk: only the first chunk is computed
     table, *_ = served([(0.0, 1024, 1, [1, 2])] * 2, PREFILL, engine=ServingEngine(name="ahead", ahead=True))
     assert [row["cached_prefill"] for row in table] == [0, 512]
@@ -128,24 +122,58 @@ SMALL = Kv(page_size=64, pool=20 * 64 * TOKEN)  # two prompts of eight pages, an
 PCIE = replace(QUIET, gpu=replace(QUIET.gpu, pcie=1e9))
 
 
-def test_pages_come_back_from_host_memory_in_the_exact_time():
-    prompts = [(5.0 * n, 512, 1, [block]) for n, block in enumerate([1, 2, 3, 4, 1])]
-    tables = {}
-    for host in (0, 1024, 4096):
-        cache = replace(PREFILL, host=float(host))
-        tables[host], what, _ = served(prompts, cache, kv=SMALL, hw=PCIE)
-    found = {host: [row["cached_prefill"] for row in table] for host, table in tables.items()}
-    assert found == {0: [0] * 5, 1024: [0] * 5, 4096: [0, 0, 0, 0, 448]}  # 1024 tokens forget the least recent
-    assert [row["cached_host"] for row in tables[4096]] == [0, 0, 0, 0, 448]
-    forward, last = what.prefill_time.prefill, tables[4096][4]
-    load = 448 * TOKEN / 1e9
-    before = sum(last[name] for name in ("queueing", "handshake", "transfer", "polling"))
-    assert last["ttft"] - before == pytest.approx(load + forward([(448, 64)]), rel=1e-6)
-
-
 def test_what_is_computed_goes_to_host_memory_beside_the_kv():
     prompts = [(5.0 * n, 512, 1, [block]) for n, block in enumerate([1, 2, 3])]
     *_, result = served(prompts, replace(PREFILL, host=4096.0), kv=SMALL, hw=PCIE)
-    assert result.outcome is not None
     out = {name: share for name, share in result.outcome.links.items() if name.endswith("pcie.out")}
     assert sum(share > 0 for share in out.values()) == 1  # of the prefill GPU, though the KV goes over NVLink
+
+
+PAGE = 16  # tokens
+ROW = 2 * GQA.layers * GQA.kv_heads * GQA.head_dim * 2  # bytes of a token
+REQUEST = Request(0.0, 100, 20)  # 7 pages, in chunks of 32 tokens, and an eighth for the output
+
+
+def serve_held(held: int, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Served:
+    """Serve a request of which each decode instance holds the first *held* pages."""
+    with monkeypatch.context() as context:
+        context.setattr(DecodePages, "_cached", lambda *_: held)
+        changes = {"model": GQA, "scheduler": SchedulerLimits(chunk=32, decode_batch=8)} | changes
+        return simulate([REQUEST], **changes, memory="tracked")
+
+
+@pytest.mark.parametrize("held", [0, 1, 2, 3, 6])  # of 7; two are a chunk
+def test_bytes_are_those_of_the_pages_that_are_not_there(held, monkeypatch):
+    (row,) = serve_held(held, monkeypatch).rows
+    assert row["status"] == "ok"  # contents verified
+    # as the reference has it: ceil((input - prefix) / page) pages are sent
+    assert row["nbytes"] == (7 - held) * PAGE * ROW + AUX_BYTES
+
+
+SIDES = [{"prefill": Side(tp=prefill), "decode": Side(tp=decode)} for prefill, decode in ((1, 2), (2, 1), (4, 4))]
+CASES = [
+    *[(sides, 4, ROW) for sides in SIDES],
+    ({"model": MLA}, 2, MLA.layers * MLA.latent_dim * 2),
+    ({"model": replace(MLA, hybrid=Hybrid(index_bytes=12))}, 2, MLA.layers * (MLA.latent_dim * 2 + 12)),
+    ({"model": replace(GQA, hybrid=Hybrid(pattern="aw", window=40))}, 2, ROW // 2),  # the window is sent whole
+]
+
+
+@pytest.mark.parametrize(("changes", "held", "row"), CASES)
+def test_ranks_write_the_rest_to_where_it_belongs(changes, held, row, monkeypatch):
+    ((whole,), (rest,)) = (serve_held(pages, monkeypatch, **changes).rows for pages in (0, held))
+    assert whole["status"] == rest["status"] == "ok"
+    assert whole["nbytes"] - rest["nbytes"] == held * PAGE * row
+
+
+def test_context_parallel_ranks_share_the_positions_of_the_rest(monkeypatch):
+    kv = replace(POOL, all_cp_ranks=True)
+    _, outcome, (row,) = serve_held(3, monkeypatch, prefill=Side(tp=1, cp=2), kv=kv)
+    assert row["status"] == "ok"
+    written = [sum(record.nbytes for record in outcome.ranks[f"prefill0.{rank}"].transfers) for rank in range(2)]
+    # four pages, two each, and rank 0 has the metadata
+    assert written == [2 * PAGE * ROW + AUX_BYTES, 2 * PAGE * ROW]
+
+
+def test_a_decode_side_with_all_pages_is_refused(monkeypatch):
+    assert serve_held(7, monkeypatch).statuses == ["MessageError: 7 pages held of 100 tokens; hold less than all"]

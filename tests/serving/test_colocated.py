@@ -27,7 +27,6 @@ def served(
     """Return what becomes of *requests* on one engine, whose job has *job_changes*, the job, and its outcome."""
     one = {"prefill_instances": 1, "decode_instances": 1} | job_changes
     table, what, result = tabled(requests, one, TOGETHER, kv=Kv(page_size=16), **changes)
-    assert result.outcome is not None
     return table, what, result.outcome
 
 
@@ -92,13 +91,13 @@ def test_prompts_take_their_launches_and_answers_leave_later():
     assert row["e2e"] == pytest.approx(first + 1.25, rel=1e-12)  # the last token cannot overtake it
 
 
-def test_a_request_without_pages_waits_for_those_of_the_first_to_end():
+def test_a_request_without_pages_waits_for_the_first():
     requests = [Request(0.0, 100, 20), Request(0.0, 100, 20)]
     (one, other), *_ = served(requests, {"decode_pages": 15})
     assert other["queueing"] == pytest.approx(one["e2e"], rel=1e-12)
 
 
-def test_a_request_without_a_window_or_state_waits_for_the_first_to_end():
+def test_a_request_without_window_or_state_waits_too():
     windows = replace(GQA, hybrid=Hybrid(pattern="wa", window=32))
     requests = [Request(0.0, 100, 20), Request(0.0, 100, 20)]
     # of the window each needs three pages of 16 tokens, and there are five
@@ -136,7 +135,6 @@ def test_the_offered_load_is_of_prefill_and_decode_together():
     config = configured(options=TOGETHER, kv=Kv(page_size=16))
     requests = [Request(float(number), 100, 21) for number in range(5)]
     offered = offered_load(job(config, ServeOptions(**TOGETHER)), requests)
-    assert offered is not None
     assert offered.highest == offered.prefill + offered.decode > 0
 
 
@@ -182,14 +180,11 @@ def test_many_requests_in_few_pages_all_end(preemption):
     assert {row["status"] for row in table} == {"ok"}
 
 
-def test_a_cached_prefix_is_not_computed_again():
+def test_prefixes_are_not_computed_but_come_from_host_memory():
     requests = [Request(0.0, 600, 2, None, (1, 2)), Request(1.0, 600, 2, None, (1, 2))]
     (one, two), what, _ = served(requests, cache=Cache(prefill=True))
     assert (one["cached_prefill"], two["cached_prefill"]) == (0, 592)
     assert two["ttft"] == pytest.approx(mixed(what, [(592, 8)], []), rel=1e-9)
-
-
-def test_a_prefix_comes_back_from_host_memory_in_the_exact_time():
     hw = replace(EIGHT, gpu=replace(EIGHT.gpu, pcie=1e9))
     requests = [Request(float(n), 512, 2, None, (block,)) for n, block in enumerate([1, 2, 3, 1])]
     cache = Cache(prefill=True, host=4096.0)

@@ -1,25 +1,26 @@
-"""How long a forward takes, checked against sums done by hand."""
+"""How long a forward takes, checked against sums done by hand; tiles and their turns."""
 
+import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from pdsim.compute.forward import Compute, forward_time
+from pdsim.compute.kernels import Peaks, Roof
 from pdsim.compute.roofline import HOST_FLOPS
+from pdsim.compute.tiles import causal_attention, grouped, product, tiles_of, whole_sequences
 from pdsim.hardware.machine import Gpu, Host, Interconnect, Machine, Nic
 from pdsim.models.llm import Llm, Side
 from pdsim.serving.steps import RunningBatch
 
-MACHINE = Machine(
-    name="round numbers",
-    vendor="nvidia",
-    nodes=1,
-    gpus=8,
-    gpu=Gpu(name="g", memory=10**11, memory_rate=1e12, compute=1e15, pcie=1e10),
-    interconnect=Interconnect(kind="switch", rate=1e11),
-    nic=Nic(count=0, rate=0.0),
-    host=Host(memory=10**12, memory_rate=1e11, tcp_rate=1e9, tcp_latency=1e-5),
-)
+PARTS = {
+    "gpu": Gpu(name="g", memory=10**11, memory_rate=1e12, compute=1e15, pcie=1e10),
+    "interconnect": Interconnect(kind="switch", rate=1e11),
+    "nic": Nic(count=0, rate=0.0),
+    "host": Host(memory=10**12, memory_rate=1e11, tcp_rate=1e9, tcp_latency=1e-5),
+}
+MACHINE = Machine(name="round numbers", vendor="nvidia", nodes=1, gpus=8, **PARTS)
 MODEL = Llm(name="m", parameters=1e10, active=1e10, layers=10, hidden=1000, heads=10, kv_heads=4, head_dim=100)
 PLAIN = Compute(flops_share=0.5, memory_share=0.5, allreduce_latency=1e-5, overhead=1e-3)
 
@@ -74,19 +75,16 @@ def test_tensor_parallelism_divides_work_and_adds_two_all_reduces():
         ({"attention": "mla", "latent_dim": 576, "rope_dim": 64}, 2e-3),
     ],
 )
-def test_small_kernels_of_experts_and_latent_attention_add_a_latency_a_layer(changes, seconds):
+def test_small_kernels_add_a_latency_a_layer(changes, seconds):
     model, more = replace(MODEL, **changes), replace(PLAIN, mixed_latency=1e-4, latent_latency=2e-4)
     without, with_them = (forward_time(model, MACHINE, each, Side(tp=1)).step(4) for each in (PLAIN, more))
     assert with_them - without == pytest.approx(seconds)
 
 
-def test_a_decode_step_reads_weights_keys_and_values_once():
+def test_a_step_reads_once_what_its_tokens_use():
     times = forward_time(MODEL, MACHINE, PLAIN, Side(tp=1))
     assert times.step(1) == pytest.approx(2e10 / 0.5e12 + 1e-3)
     assert times.context == pytest.approx(2 * 10 * 4 * 100 * 2 / 0.5e12)
-
-
-def test_a_mixture_reads_no_more_weights_than_its_tokens_use():
     times = forward_time(replace(MODEL, active=1e9), MACHINE, PLAIN, Side(tp=1))
     read = [(times.step(batch) - 1e-3) * 0.5e12 for batch in (1, 4, 10, 100)]
     assert read == pytest.approx([2e9, 8e9, 2e10, 2e10])
@@ -96,16 +94,13 @@ MOE = replace(MODEL, active=2e9, experts=100, experts_per_token=20)
 """8e9 parameters are of the 80 experts that a token does not use; so all 100 have 1e10 and the rest is nothing."""
 
 
-def test_tokens_read_the_experts_that_they_hit():
+def test_tokens_of_all_groups_read_the_experts_they_hit():
     times = forward_time(MOE, MACHINE, PLAIN, Side(tp=1))
     read = [(times.step(batch) - 1e-3) * 0.5e12 for batch in (1, 2, 16)]
     # two bytes a parameter, and all parameters here are routed experts'
     assert read == pytest.approx([2e10 * (1 - 0.8**n) for n in (1, 2, 16)])
     half = forward_time(replace(MOE, parameters=1.6e10, active=8e9), MACHINE, PLAIN, Side(tp=1))
     assert (half.step(1) - 1e-3) * 0.5e12 == pytest.approx(2 * (6e9 + 1e10 * 0.2))
-
-
-def test_the_tokens_of_all_attention_groups_read_the_experts_together():
     one, four = (
         forward_time(MOE, MACHINE, replace(PLAIN, allreduce_latency=0.0), Side(tp=4, dp=dp)) for dp in (1, 4)
     )
@@ -124,7 +119,6 @@ def test_latent_attention_multiplies_more_in_decode_than_in_prefill():
 
 
 def test_eight_bit_weights_are_multiplied_at_the_peak_of_fp8():
-    assert MACHINE.gpu is not None
     fast = replace(MACHINE, gpu=replace(MACHINE.gpu, compute_fp8=2e15))
     wide, narrow = (forward_time(replace(MODEL, dtype_bytes=size), fast, PLAIN, Side(tp=1)) for size in (2, 1))
     assert (wide.flops, narrow.flops) == (0.5e15, 1e15)
@@ -172,3 +166,57 @@ def test_a_decode_batch_passes_all_pipeline_stages():
     assert two.step(2) == pytest.approx(2 * (one.weight_bytes / 2 / 0.5e12 + 1e-3))
     assert two.step(10000) - 2e-3 == pytest.approx((one.step(10000) - 1e-3) / 2)
     assert two.context == pytest.approx(one.context / 2)
+
+
+def test_products_walk_along_their_inner_width_once_a_turn():
+    # 300 rows are three tiles of 128, 1000 columns eight: 24 tiles, on ten multiprocessors three turns.
+    work = product(300, 1000, 64, 2, 128, 128, 10)
+    assert work == (2.0 * 384 * 1000 * 64, 2 * (300 * 64 + 1000 * 64) + 2 * 300 * 1000, 3, 3 * 64)
+    assert product(300, 1000, 64, 2, 0, 0, 10)[0] == 2.0 * 300 * 1000 * 64
+    roof = Roof(launch=1e-6, tile=128, columns=128, block=1e-6, walk=1e-9)
+    peaks = Peaks(1e15, 1e15, 1e12, processors=132)
+    one, two = (roof.seconds(product(1, n, 1000, 2, *roof.cut(), 132), peaks) for n in (132 * 128, 132 * 128 + 1))
+    assert one == pytest.approx(1e-6 + 1e-6 + 1e-6)
+    assert two == pytest.approx(1e-6 + 2 * (1e-6 + 1e-6))
+    # Five experts of 200 rows: two tiles of rows each; 2 x 96 columns are two tiles, 512 are four.
+    work = grouped(1000, 5, 512, 96, 2, 128, 128, 10)
+    assert work.turns == 2 + 4
+    assert work.depth == 2 * 512 + 4 * 96
+    assert work.flops == 6.0 * 5 * 2 * 128 * 512 * 96
+
+
+def test_drawn_rows_need_as_many_tiles_as_in_a_sample():
+    drawn = np.random.default_rng(1).poisson(256, 200_000)
+    assert tiles_of(256, 128, even=False) == pytest.approx(np.ceil(drawn / 128).mean(), rel=2e-3)
+    assert tiles_of(256, 128) == 2
+    assert tiles_of(3, 128, even=False) == pytest.approx(1.0)
+    assert tiles_of(10, 0) == 0
+
+
+@pytest.mark.parametrize(("new", "heads"), [(128, 4), (1024, 4), (1024, 16), (4096, 8)])
+def test_causal_tiles_end_no_later_than_graham_says(new, heads):
+    """Tiles one by one to whoever is free, in any order: between the mean of all, and that and the longest."""
+    processors, tile = 30, 128
+    rows = [(number + 1) * tile for number in range(math.ceil(new / tile)) for _ in range(heads)]
+    busy = [0] * processors
+    for row in rows:
+        busy[busy.index(min(busy))] += row
+    work = causal_attention([(0, new)], heads, 1, 2.0, tile, processors)
+    assert max(rows) <= work.depth
+    assert sum(rows) / processors <= work.depth
+    assert 0.7 * work.depth < max(busy) <= work.depth
+
+
+def test_earlier_tokens_are_met_once_a_turn():
+    """64 tiles on 30 multiprocessors are three turns, each over 1,000 earlier tokens; bytes are of all tokens."""
+    alone, later = (causal_attention([(before, 1024)], 8, 2, 4.0, 128, 30) for before in (0, 1000))
+    assert later.depth - alone.depth == pytest.approx(3 * 1000 * 2)
+    assert later.nbytes - alone.nbytes == 4000
+    assert later.flops - alone.flops == 2.0 * 1024 * 1000 * 2 * 8
+    assert causal_attention([(0, 0)], 8, 2, 4.0, 128, 30).depth == 0
+
+
+def test_decode_attention_splits_below_eight_fifths_tiles_a_multiprocessor():
+    assert whole_sequences(32, 8, 132)
+    assert not whole_sequences(26, 8, 132)
+    assert not whole_sequences(1000, 8, 0)

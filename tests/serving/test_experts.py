@@ -43,12 +43,9 @@ def test_tokens_go_to_each_expert_or_once_to_a_node():
     assert Exchange().seconds(100) == 0.0
 
 
-def test_the_ranks_of_an_attention_group_share_its_tokens():
+def test_groups_share_tokens_and_limits_spare_nodes():
     alone, group = (exchange(MOE, NODES, PLAIN, 20, dp, direct=True) for dp in (20, 5))
     assert group.network == pytest.approx(alone.network / 4)
-
-
-def test_a_limit_of_groups_keeps_tokens_on_few_nodes():
     assert nodes_hit(MOE, 4) == pytest.approx(4 * (1 - 0.75**10))
     limited = replace(MOE, expert_groups=8, groups_per_token=4)
     assert nodes_hit(limited, 4) == 4 * (1 - 0.5**2)
@@ -84,7 +81,7 @@ def test_a_forward_waits_for_its_tokens_or_hides_them():
     assert hidden.step(4) == pytest.approx(max(read, hidden.exchange.seconds(4)))
 
 
-def test_an_exchange_shares_its_links_with_transfers():
+def test_exchanges_share_links_and_drop_what_is_left():
     clock = Clock()
     network = Network(clock)
     link = network.link("nic", 1.5e6)
@@ -105,9 +102,6 @@ def test_an_exchange_shares_its_links_with_transfers():
     assert ends[1] - 1.0 == pytest.approx(2.0**20 / 0.75e6)
     rate = 2.0 ** (math.ceil(RATES * math.log2(1e6)) / RATES)
     assert 1e6 <= rate < 1.091e6
-
-
-def test_what_is_left_of_an_exchange_is_dropped_by_the_next():
     clock = Clock()
     network = Network(clock)
     link = network.link("nic", 2.0**20)
@@ -122,16 +116,11 @@ def test_what_is_left_of_an_exchange_is_dropped_by_the_next():
 def spread(**changes: Any) -> Any:
     """Return a configuration of two engines of four nodes with two GPUs each, whose experts lie on all of them."""
     machine = replace(EIGHT, nodes=8, gpus=2, nic=Nic(count=2, rate=1e9))
-    assert ENGINE.intra is not None
     backend = replace(ENGINE, inter=replace(ENGINE.intra, path="rdma"))
     side = Side(tp=8, dp=8, ep=8)
     model = replace(GQA, parameters=4e6, active=1e6, experts=64, experts_per_token=8)
-    values = {
-        "hw": machine,
-        "backend": backend,
-        "kv": Kv(page_size=16, pool=1 << 22),
-        "scheduler": SchedulerLimits(chunk=256, decode_batch=8),
-    }
+    values = {"hw": machine, "backend": backend, "kv": Kv(page_size=16, pool=1 << 22)}
+    values |= {"scheduler": SchedulerLimits(chunk=256, decode_batch=8)}
     work = Workload(arrivals="poisson", count=40, rate=1000.0, input_mean=256, output_mean=8)
     return configured(side, side, model, **(values | {"workload": work} | changes))
 
@@ -142,7 +131,6 @@ def test_experts_on_other_nodes_put_tokens_on_the_links():
     values = {metric.name: metric.value for metric in result.summary}
     assert values["requests_ok"] == 40
     outcome = result.outcome
-    assert outcome is not None
     tokens = sum(result.requests["input"])
     each = exchange(config.model, config.hw, config.compute, 8, 8, direct=False).network
     carried = [
@@ -167,13 +155,8 @@ def test_experts_that_cannot_be_reached_are_refused(model, machine, ranks, reaso
 
 
 def test_followers_send_cached_pages_early():
-    config = configured(
-        Side(tp=2),
-        Side(tp=2),
-        GQA,
-        cache=Cache(prefill=True, early=True),
-        kv=Kv(page_size=16, pool=1 << 22, checked=0),
-    )
+    own = {"cache": Cache(prefill=True, early=True), "kv": Kv(page_size=16, pool=1 << 22, checked=0)}
+    config = configured(Side(tp=2), Side(tp=2), GQA, **own)
     trace = replace(config.workload, arrivals="sessions", users=2, turns=3, shared=1024, count=6)
     result = serve(replace(config, workload=trace))
     assert {metric.name: metric.value for metric in result.summary}["requests_failed"] == 0

@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 
 from experiments.serve import ServeOptions, job, specs
-from pdsim.config import rules
-from pdsim.core.errors import ConfigError
 from pdsim.hardware.costs import EngineModel
 from pdsim.hardware.machine import Nic
 from pdsim.kv.messages import instance_of
@@ -15,7 +13,6 @@ from pdsim.models.llm import Parallel, Side
 from pdsim.serving.failures import Failure, FailureRate, Failures, drawn, kills, recoveries
 from pdsim.serving.settings import Workload
 from pdsim.transfer.job import RankSpec
-from tests.support.composed import composed
 from tests.support.configs import EIGHT, ENGINE
 from tests.support.serving import ONE, configured, rows, serve, values
 
@@ -44,7 +41,7 @@ def test_failures_are_those_of_the_seed_and_of_nothing_else():
     assert len(found) - len(nodes) == pytest.approx(200, abs=45)
 
 
-def test_an_engine_ends_as_a_whole_and_a_node_with_all_of_its():
+def test_engines_and_nodes_end_as_a_whole():
     own = ranks(prefill=Side(tp=2, instances=2), decode=TWO)
     rates = Failures(node=FailureRate(every=10.0), gpu=FailureRate(every=10.0))
     lost = {each.what: set(each.instances) for each in drawn(rates, own, instance_of, 0, 1000.0)}
@@ -53,16 +50,11 @@ def test_an_engine_ends_as_a_whole_and_a_node_with_all_of_its():
     assert lost["GPU 0 of node 0"] == lost["GPU 1 of node 0"] == {"prefill0"}
 
 
-def test_a_rank_that_fails_within_its_repair_starts_after_the_last():
+def test_failures_last_until_repair_or_all_serve_again():
     both = ("prefill0.0", "decode0.0")
     times = kills([Failure(1.0, 5.0, "a", both), Failure(3.0, 9.0, "b", both[:1]), Failure(20.0, 21.0, "c", both)])
-    assert times == (
-        {"prefill0.0": [1.0, 20.0], "decode0.0": [1.0, 20.0]},
-        {"prefill0.0": [9.0, 21.0], "decode0.0": [5.0, 21.0]},
-    )
-
-
-def test_a_failure_is_over_when_all_that_it_ended_serves_again():
+    ends, starts = {name: [1.0, 20.0] for name in both}, {both[0]: [9.0, 21.0], both[1]: [5.0, 21.0]}
+    assert times == (ends, starts)
     failure = Failure(1.0, 5.0, "node 0", ("prefill0.0", "prefill1.0"))
     changes = [(0.0, "prefill0", "formed"), (2.0, "prefill0", "lost"), (3.0, "prefill1", "lost")]
     again = [(5.0, "prefill1", "formed"), (6.5, "prefill0", "formed")]
@@ -71,7 +63,7 @@ def test_a_failure_is_over_when_all_that_it_ended_serves_again():
     assert recoveries([Failure(1.0, 4.0, "router")], ()) == [(0.0, 3.0)]
 
 
-def test_a_card_that_fails_ends_no_rank_and_changes_no_other_draw():
+def test_a_failing_card_ends_no_rank_nor_changes_draws():
     own = ranks(prefill=Side(tp=2, instances=2), decode=TWO)
     rates = Failures(node=FailureRate(every=100.0), nic=FailureRate(every=50.0, repair=1.0))
     found = drawn(rates, own, instance_of, 7, 10_000.0, cards=(0, 2))
@@ -93,7 +85,7 @@ def test_transfers_recover_by_another_card_or_by_repair():
 
 
 @pytest.mark.parametrize("failover", [False, True])
-def test_what_a_card_held_is_lost_or_goes_on_over_others(failover):
+def test_transfers_of_a_card_fail_or_go_over_others(failover):
     engine = replace(ACROSS, failover=failover)
     down = Failures(nic=FailureRate(every=0.3, repair=0.2))
     config = configured(TWO, TWO, hw=CARDS, backend=engine, workload=CALM, failures=down)
@@ -119,7 +111,7 @@ def failing(failures: Failures, **options: Any) -> tuple[dict[str, Any], list[di
 GPUS = Failures(gpu=FailureRate(every=0.5, repair=0.4))
 
 
-def test_what_a_failure_ends_is_lost_without_retries_and_served_with():
+def test_what_failures_end_is_served_with_retries_only():
     bare, _ = failing(GPUS, retries=0)
     users, requests = failing(GPUS, retries=0, client_retries=20)
     assert bare["failures"] == users["failures"] > 2
@@ -129,14 +121,14 @@ def test_what_a_failure_ends_is_lost_without_retries_and_served_with():
     assert bare["failure_recovery_s"] == pytest.approx(0.4, abs=0.2)
 
 
-def test_the_router_sends_again_what_had_not_moved_and_no_more():
+def test_the_router_resends_only_what_had_not_moved():
     own, _ = failing(GPUS, retries=3)
     bare, _ = failing(GPUS, retries=0)
     assert own["sent_again"] > 0 == bare["sent_again"]
     assert own["requests_failed"] < bare["requests_failed"]
 
 
-def test_a_router_that_fails_loses_what_is_under_way_and_arrives():
+def test_a_failing_router_loses_what_is_under_way():
     down = Failures(router=FailureRate(every=1.0, repair=0.25))
     lost, requests = failing(down)
     assert lost["requests_failed"] == sum(row["status"] == "RouterLost: the router failed" for row in requests) > 0
@@ -146,24 +138,11 @@ def test_a_router_that_fails_loses_what_is_under_way_and_arrives():
 
 
 def test_a_user_who_leaves_does_not_send_again():
-    config = configured(
-        TWO,
-        TWO,
-        options={"client_retries": 9, "client_wait": 5.0},
-        failures=Failures(router=FailureRate(every=0.5)),
-        workload=replace(CALM, aborts=1.0, patience=1.0),
-    )
+    down, again = Failures(router=FailureRate(every=0.5)), {"client_retries": 9, "client_wait": 5.0}
+    leaving = replace(CALM, aborts=1.0, patience=1.0)
+    config = configured(TWO, TWO, options=again, failures=down, workload=leaving)
     statuses = {row["status"].partition(":")[0] for row in rows(serve(config))}
     assert statuses <= {"ok", "Aborted"}
-
-
-def test_failures_refuse_what_they_cannot_be_drawn_for():
-    with pytest.raises(ConfigError, match="failures are drawn for prefill and decode instances of target=model"):
-        rules.check(composed("failures.node.every=24h", "experiment.deployment=colocated"))
-    with pytest.raises(ConfigError, match=r"failures.nic.every=24 h: .*moves KV over no network card"):
-        rules.check(composed("failures.nic.every=24h", "hw=8xh200"))
-    with pytest.raises(ConfigError, match="failures need arrivals whose end is known"):
-        rules.check(composed("failures.gpu.every=24h", "workload=sessions"))
 
 
 def test_without_failures_a_result_says_nothing_of_them():

@@ -48,7 +48,7 @@ def serve(requests: Sequence[Request], *arguments: Any, **changes: Any) -> Serve
 
 
 @pytest.mark.parametrize(("retries", "last"), [(1, "ok"), (0, "PeerLost")])
-def test_a_request_of_which_nothing_has_moved_is_served_by_another_instance(retries, last):
+def test_a_request_that_has_not_moved_changes_instance(retries, last):
     # decode0 is lost while the last request waits there for pages; its prefill instance has not begun it
     many = [Request(0.0, 600, 200), Request(0.001, 600, 200), Request(0.002, 600, 200)]
     outcome = serve(many, {"decode0.0": 0.05}, decode=TWO, options={"router": "round_robin", "retries": retries})
@@ -63,7 +63,7 @@ def test_an_instance_ends_as_a_whole():
     assert outcome.outcome.ranks["decode0.0"].error == ""
 
 
-def test_ranks_that_start_again_form_no_instance_with_one_that_ended():
+def test_restarted_ranks_form_no_instance_with_ended_ones():
     # prefill0.1 ends unheard, and is started again first: the prefill0.0 that is known then has ended
     request, unheard = [Request(1.0, 100, 4)], Faults(stale=(Stale("prefill0.1", 0.0, 0.001, 0.5),))
     restarts = {"prefill0.1": 0.3, "prefill0.0": 0.301}
@@ -107,7 +107,7 @@ def test_context_parallel_ranks_gather_again_after_a_restart():
     assert outcome.at_rest("prefill0.0", "decode0.0")
 
 
-def test_a_rank_that_starts_again_at_once_is_noticed_by_its_enrolling():
+def test_a_rank_restarted_at_once_is_noticed_by_enrolling():
     requests = [Request(0.05 * number, 100, 4) for number in range(40)]
     outcome = serve(requests, {"prefill0.0": 0.5}, {"prefill0.0": 0.51})
     lost = [status for status in outcome.statuses if status != "ok"]
@@ -118,7 +118,7 @@ def test_a_rank_that_starts_again_at_once_is_noticed_by_its_enrolling():
     assert 0.5 + DETECTION < again[0]["arrived"] < 0.5 + DETECTION + 0.051
 
 
-def test_pages_in_quarantine_do_not_grow_so_none_are_kept_free_for_them():
+def test_no_pages_are_kept_free_for_those_in_quarantine():
     engine = ServingEngine(name="growing", memory="grow", reserved_tokens=512)
     small = {"hw": CRAWLING, "kv": replace(POOL, pool=50 * PAGE), "engine": engine}
     outcome = serve([LONG, Request(0.15, 100, 4)], leaves=[(0, 0.1)], **small)
@@ -138,7 +138,7 @@ def test_a_preempted_request_does_not_wait_for_quarantine_for_ever():
     assert outcome.account("decode0.0") == (1, 0, 7)  # the slow write is still under way
 
 
-def test_a_request_waits_for_quarantine_as_long_as_the_one_before_it():
+def test_each_request_waits_for_quarantine_as_long():
     # the second and the third find 1 of 8 pages free, 0.15 s each: both together are longer than the deadline
     requests = [LONG, Request(0.15, 100, 4), Request(0.45, 100, 4)]
     small = {"hw": CRAWLING, "kv": replace(POOL, pool=8 * PAGE), "options": {"deadline": 0.2}}
@@ -156,20 +156,17 @@ def test_a_request_that_is_preempted_twice_waits_for_quarantine_twice():
     assert outcome.outcome.ranks["decode0.0"].value["preemptions"] == 2
 
 
-def test_a_user_who_leaves_while_tokens_come_makes_room_for_others():
+def test_a_user_who_leaves_makes_room_for_others():
     outcome = serve([Request(0.0, 100, 900), Request(0.0, 900, 4)], leaves=[(0, 0.05)])
     assert outcome.statuses == ["Aborted: the user left after 0.05 s", "ok"]
     assert outcome.rows[1]["reserved"] == pytest.approx(0.05, abs=0.01)
     assert outcome.at_rest("prefill0.0", "decode0.0")
 
 
-def test_a_room_whose_bytes_take_too_long_fails_at_its_limit_and_its_pages_come_back_when_they_settle():
+def test_a_room_fails_at_its_limit_and_gives_pages_back():
     outcome = serve([LONG, Request(2.0, 100, 4)], hw=CRAWLING, options={"waiting_timeout": 0.2})
     assert outcome.statuses == ["TransferTimeout: not all of it has arrived within 0.2 s"] * 2
     assert outcome.at_rest("prefill0.0", "decode0.0") or outcome.account("decode0.0")[2] == 7
-
-
-def test_a_room_without_pages_at_decode_fails_at_its_limit():
     # the second request finds no pages while the first is decoded
     outcome = serve([Request(0.0, 600, 400), Request(0.0, 600, 4)], options={"bootstrap_timeout": 0.05})
     assert outcome.statuses == ["ok", "TransferTimeout: no pages at decode within 0.05 s"]
@@ -183,7 +180,7 @@ def test_a_room_without_pages_at_decode_fails_at_its_limit():
         ({"kv_dtype": "fp16"}, "dtype=fp16, rank 0 of decode0 bf16"),
     ],
 )
-def test_a_rank_that_does_not_fit_is_told_both_values_and_the_others_go_on(change, words):
+def test_a_misfit_rank_is_told_both_values(change, words):
     outcome = serve([LONG], change={"decode1.0": change}, decode=TWO)
     assert outcome.statuses == ["ok"]
     assert words in outcome.outcome.ranks["decode1.0"].error
@@ -198,7 +195,7 @@ def beside(side: Side = ONE, **arguments: Any) -> Served:
     return outcome
 
 
-def test_a_message_of_another_version_ends_the_one_that_sent_it():
+def test_a_message_of_another_version_ends_its_sender():
     assert beside().outcome.ranks["stranger"].value == (
         f"schema version 99, but this rank speaks version {VERSION}: run the same pdsim on every rank"
     )
@@ -236,7 +233,7 @@ def registry(ranks: int) -> InstanceRegistry:
     return InstanceRegistry(job(configured(Side(tp=ranks), model=GQA), ServeOptions()))
 
 
-def test_a_newer_incarnation_replaces_and_an_older_does_not():
+def test_newer_incarnations_and_ranks_replace_older_ones():
     table = registry(1)
     assert table.register(register("prefill0", 0, 5))
     assert table.register(register("decode0", 0, 5))
@@ -245,9 +242,6 @@ def test_a_newer_incarnation_replaces_and_an_older_does_not():
     assert table.lose("prefill0") == 5
     table.register(register("prefill0", 0, 6))
     assert table.current("prefill0") == "prefill0@2"
-
-
-def test_before_an_introduction_a_newer_rank_takes_the_older_ones_place():
     table = registry(2)
     for index, started in ((0, 0), (1, 5), (0, 6)):  # the first ended when nothing had been heard of its sibling
         assert not table.replaces(register("prefill0", index, started))
@@ -258,7 +252,7 @@ def test_before_an_introduction_a_newer_rank_takes_the_older_ones_place():
     assert table.replaces(register("prefill0", 0, 7))
 
 
-def test_a_rank_that_was_told_to_end_gets_no_place():
+def test_a_rank_told_to_end_or_without_place_is_refused():
     table = registry(2)
     table.register(register("prefill0", 0, 5))
     assert table.lose("prefill0") == 5
@@ -267,8 +261,5 @@ def test_a_rank_that_was_told_to_end_gets_no_place():
         assert not table.alive("prefill0@1")
     table.register(register("prefill0", 0, 6))
     assert table.alive("prefill0@1")
-
-
-def test_a_rank_without_a_place_is_refused():
     with pytest.raises(MessageError, match="rank 2 of prefill0 has no place; there are prefill0 of 2, decode0 of 1"):
         registry(2).check(register("prefill0", 2))

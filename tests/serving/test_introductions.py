@@ -51,7 +51,7 @@ def begun(outcome: Served) -> list[float]:
     [{}, STAGED, {"kv": replace(KV, layerwise=True)}, {"engine": PULL}],
     ids=["push", "staged", "layerwise", "pull"],
 )
-def test_what_moves_waits_until_all_ranks_of_the_other_side_are_connected(monkeypatch, changes):
+def test_transfers_wait_until_all_ranks_are_connected(monkeypatch, changes):
     delay(monkeypatch, RegisterPool, "")
     outcome = serve([ONE, Request(0.01, 100, 4)], **SIDES, **changes)
     assert outcome.statuses == ["ok", "ok"]  # contents compared
@@ -60,7 +60,7 @@ def test_what_moves_waits_until_all_ranks_of_the_other_side_are_connected(monkey
 
 
 @pytest.mark.parametrize("changes", [{}, STAGED, {"engine": PULL}], ids=["push", "staged", "pull"])
-def test_a_room_that_is_given_up_while_it_waits_moves_nothing(monkeypatch, changes):
+def test_a_room_given_up_while_waiting_moves_nothing(monkeypatch, changes):
     delay(monkeypatch, RegisterPool, "")
     outcome = serve([ONE, Request(0.5, 100, 4)], **SIDES, **changes, leaves=[[0, 0.2]])
     assert [status.partition(":")[0] for status in outcome.statuses] == ["Aborted", "ok"]
@@ -139,7 +139,7 @@ def test_pairs_that_no_room_joins_are_not_introduced(monkeypatch):
     assert len(sent) == 2 * len({(row["prefill"], row["decode"]) for row in outcome.rows})
 
 
-def test_what_comes_in_the_instant_of_connecting_goes_after_what_waits():
+def test_messages_of_the_instant_go_after_waiting_ones():
     clock, moved = JobClock(), list[str]()
     rank: Any = SimpleNamespace(clock=clock)
     layout: Any = None

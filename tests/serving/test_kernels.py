@@ -39,15 +39,12 @@ def whole(**changes: object) -> OperatorForward:
     return OperatorForward(**given)
 
 
-def test_a_step_is_the_sum_of_its_operators():
+def test_a_step_is_the_sum_of_operators_and_context():
     products = [(128, 64), (64, 64), (192, 64), (64, 96)]
     gemm = sum(1e-6 + 2 * 3 * n * k / 1e15 + 2 * (3 * k + n * k + 3 * n) / 4e12 for n, k in products)
     norms = 2 * (1e-6 + 2 * 3 * 4 * 64 / 4e12)
     rest = 2e-6 + 2 * 3 * (3 * 96 + 2 * 8 * 16) / 4e12
     assert whole().step(3) == pytest.approx(2 * (gemm + norms + rest + 1e-6))
-
-
-def test_context_is_read_once_a_step():
     assert whole().context == pytest.approx(256 / 4e12)
     assert whole().sequence == 0.0
 
@@ -71,22 +68,15 @@ def test_decode_attention_splits_sequences_while_few_tiles_fill_the_gpu():
     assert some.step(80) - plain.step(80) == pytest.approx(0.0)
 
 
-TRITON = replace(
-    KERNELS,
-    triton_prefill=Roof(launch=3e-6, flops_share=0.25),
-    triton_prefix=Roof(flops_share=0.125),
-    triton_decode=Roof(launch=4e-6, memory_share=0.5, walk=5e-9),
-)
+PREFILLS = {"triton_prefill": Roof(launch=3e-6, flops_share=0.25), "triton_prefix": Roof(flops_share=0.125)}
+TRITON = replace(KERNELS, triton_decode=Roof(launch=4e-6, memory_share=0.5, walk=5e-9), **PREFILLS)
 
 
-def test_triton_walks_along_the_longest_sequence():
+def test_triton_walks_and_pads_to_the_longest_sequence():
     other, triton = whole(kernels=TRITON), whole(kernels=TRITON, triton=True)
     assert triton.step(1) - other.step(1) == pytest.approx(2 * 3e-6)
     assert triton.sequence == pytest.approx(2 * 5e-9)
     assert triton.context_of(1) == pytest.approx(256 / 2e12)
-
-
-def test_triton_pads_prompts_to_the_longest_of_the_batch():
     time, pair = whole(kernels=TRITON, triton=True), 4 * 4 * 16 / 1e15  # seconds of a pair of tokens at the peak
     own = 100 * 101 / 2 + 10 * 11 / 2 + 90 * 10
     assert time._attention([(0, 100), (0, 10)]) == pytest.approx(3e-6 + own * pair / 0.25)
@@ -128,7 +118,7 @@ def test_sums_across_nodes_go_over_the_cards():
     assert far.step(8) - near.step(8) == pytest.approx(2 * 2 * (2e-5 + 2 * 8 * 64 * 1e-9))
 
 
-def test_a_layer_with_experts_launches_more_kernels():
+def test_experts_and_8_bits_launch_more_kernels():
     mixed = replace(DENSE, experts=8, experts_per_token=2, hf_config={"moe_intermediate_size": 32})
     slow = replace(KERNELS, layer_launch=1.0, mixed_launch=3.0, experts=ONE, routing=ONE)
     assert whole(kernels=slow, model=mixed).prefill([(0, 10)]) == 6.0
@@ -136,16 +126,13 @@ def test_a_layer_with_experts_launches_more_kernels():
     assert whole(kernels=replace(slow, prompt_host=0.5), model=mixed, launch_factor=2.0).prefill([(0, 10)]) == 13.0
     graphs = whole(kernels=replace(slow, prompt_host=0.5), model=mixed, graph_tokens=10)
     assert graphs.prefill([(0, 10)]) < 1.0 < graphs.prefill([(0, 11)])
-
-
-def test_products_of_8_bits_launch_the_scaling_of_their_activations():
     slow, narrow = replace(KERNELS, layer_launch=1.0, scale_launch=0.25), replace(DENSE, dtype_bytes=1)
     assert whole(kernels=slow).prefill([(0, 10)]) == 2.0
     assert whole(kernels=slow, model=narrow).prefill([(0, 10)]) == 4.0  # 2 layers of 4 products each
     assert whole(kernels=slow, model=narrow, graph_tokens=1).prefill([(0, 10)]) == 2.0  # torch.compile fuses it
 
 
-def test_experts_with_tiles_of_their_own_have_a_roof_of_their_own():
+def test_tuned_experts_have_a_roof_of_their_own():
     mixed = replace(DENSE, experts=8, experts_per_token=2, hf_config={"moe_intermediate_size": 32})
     slow = replace(KERNELS, experts=ONE, experts_tuned=replace(ONE, launch=5e-6), routing=ONE)
     usual = whole(kernels=slow, model=mixed).experts(10, 8, 32)
@@ -153,12 +140,9 @@ def test_experts_with_tiles_of_their_own_have_a_roof_of_their_own():
     assert tuned - usual == pytest.approx(4e-6)
 
 
-def test_a_chunk_attends_to_earlier_tokens():
+def test_a_chunk_attends_to_earlier_tokens_or_waits_for_launches():
     later, first = whole().prefill([(100, 10)]), whole().prefill([(0, 10)])
     assert later - first == pytest.approx(2 * 4 * 16 * 4 * 1000 / 0.5e15)
-
-
-def test_launching_bounds_a_prefill_from_below():
     slow = replace(KERNELS, layer_launch=1.0)
     assert whole(kernels=slow).prefill([(0, 10)]) == 2.0
     assert whole(kernels=slow).step(1) == whole().step(1)
@@ -173,10 +157,14 @@ def test_all_reduces_are_scaled_from_those_that_were_measured():
         KERNELS.ring(2)
 
 
-def test_a_model_needs_operators_that_were_measured():
+def test_operators_and_rows_that_lack_times_are_refused():
     latent = replace(DENSE, attention="mla", latent_dim=24, rope_dim=8)
     with pytest.raises(ValueError, match="has no mla_decode, which model=dense needs"):
         whole(model=latent)
+    with pytest.raises(ConfigError, match="row 1 of the profile"):
+        fit.rows_of([{"operator": "gemm", "seconds": "x", "low": "1", "high": "1"}])
+    with pytest.raises(ConfigError, match="too few rows"):
+        fit.fit([row for row in made() if row["operator"] != "gemm"], PEAKS)
 
 
 def test_widths_come_from_the_configuration_or_from_the_parameters():
@@ -217,13 +205,6 @@ def test_every_second_size_is_held_out():
     sizes = [sorted({row["tokens"] for row in part if row["operator"] == "norm"}) for part in (fitted, held)]
     assert sizes == [[1, 4, 64], [2, 16, 256]]
     assert not {row["operator"] for row in (*fitted, *held)} & {"step", "forward", "launch"}
-
-
-def test_rows_without_a_time_are_refused():
-    with pytest.raises(ConfigError, match="row 1 of the profile"):
-        fit.rows_of([{"operator": "gemm", "seconds": "x", "low": "1", "high": "1"}])
-    with pytest.raises(ConfigError, match="too few rows"):
-        fit.fit([row for row in made() if row["operator"] != "gemm"], PEAKS)
 
 
 def test_a_shape_that_was_measured_is_corrected():
@@ -270,10 +251,10 @@ def test_another_day_is_foreseen():
         if row["model"] == "again":
             continue
         apart.setdefault(row["model"], []).append(abs(timed(kernels, row, gpu) / row["seconds"] - 1))
-    most = {"step": 0.04, "split": 0.06, "decode": 0.05, "prefill": 0.05, "gemm": 0.07, "experts": 0.08} | {
+    top = {"step": 0.04, "split": 0.06, "decode": 0.05, "prefill": 0.05, "gemm": 0.07, "experts": 0.08} | {
         "norm": 0.11
     }
-    assert {part: float(np.median(apart[part])) < bound for part, bound in most.items()} == dict.fromkeys(most, True)
+    assert {part: float(np.median(apart[part])) < bound for part, bound in top.items()} == dict.fromkeys(top, True)
 
 
 def made() -> list[fit.Row]:

@@ -72,12 +72,10 @@ def test_each_request_waits_as_lindleys_recursion_says(cv):
 
 
 def offered(what: Deployment, requests: Sequence[Request]) -> OfferedLoad:
-    load = offered_load(what, requests)
-    assert load is not None
-    return load
+    return offered_load(what, requests)
 
 
-def test_the_prefill_load_is_rate_times_service_over_instances():
+def test_loads_are_rates_times_service_of_saturated_batches():
     config = queue(50, 60.0)
     requests = load(config.workload, 0, config.model.context)
     what = job(config, ServeOptions())
@@ -86,9 +84,6 @@ def test_the_prefill_load_is_rate_times_service_over_instances():
     assert one.prefill == pytest.approx(rate * service(config, requests).mean(), rel=1e-12)
     assert two.prefill == pytest.approx(one.prefill / 2, rel=1e-12)
     assert one.decode == 0  # the first token is prefill's
-
-
-def test_the_decode_load_is_that_of_a_saturated_batch():
     what = job(configured(), ServeOptions())
     requests = [Request(float(number), 100, 21) for number in range(5)]  # 8 pages of 16 tokens
     full = offered(what, requests)
@@ -99,10 +94,9 @@ def test_the_decode_load_is_that_of_a_saturated_batch():
     assert offered(replace(what, decode_pages=25), requests).decode_batch in (2, 3)
 
 
-def test_an_engine_offered_more_than_it_can_do_ends_when_the_closed_form_says():
+def test_an_overloaded_engine_ends_as_the_closed_form_says():
     config = queue(400, 1e4)
     result = serve(config)
-    assert result.offered_load is not None
     span = result.requests["arrival"][-1] - result.requests["arrival"][0]
     assert values(result)["makespan_s"] == pytest.approx(result.offered_load["prefill"] * span, rel=0.01)
     assert result.notes[0].startswith("load: prefill ")
@@ -134,7 +128,7 @@ def test_requests_all_at_once_offer_no_rate():
         scaled(Workload(load=0.5), job(config, ServeOptions()), requests, 0)
 
 
-def test_scaling_by_thinning_keeps_times_and_meets_the_load_in_the_mean():
+def test_thinning_keeps_times_and_meets_the_mean_load():
     config = configured(workload=replace(Workload(arrivals="poisson", input_mean=300), count=4000, rate=500.0))
     requests = load(config.workload, 0, config.model.context)
     what = job(config, ServeOptions())
@@ -157,7 +151,7 @@ def gridded(folder: Path, count: int = 60, at_once: int = 5) -> Workload:
     return Workload(trace=str(path), jitter="auto")
 
 
-def test_arrivals_on_a_grid_are_spread_within_it_in_their_order(tmp_path):
+def test_arrivals_on_a_grid_are_spread_in_order(tmp_path):
     workload = gridded(tmp_path)
     generated = draw(workload, 0, 4096)
     assert [request.input for request in generated.requests] == list(range(1, 61))
@@ -170,14 +164,11 @@ def test_arrivals_on_a_grid_are_spread_within_it_in_their_order(tmp_path):
     assert draw(replace(workload, jitter="none"), 0, 4096).requests[4].arrival == 0
 
 
-def test_arrivals_on_a_grid_are_noticed_with_the_remedy(tmp_path):
+def test_arrivals_on_a_grid_or_off_it_are_told(tmp_path):
     (note,) = draw(replace(gridded(tmp_path), jitter="none"), 0, 4096).notes
     assert note.startswith("warning: arrivals lie on a grid of 3 s, 5.0 at a time")
     assert note.endswith("workload.jitter=auto spreads them")
     assert draw(Workload(), 0, 8192).notes == ()
-
-
-def test_arrivals_off_any_grid_stay_and_that_is_said():
     workload = Workload(jitter="auto")
     assert draw(workload, 0, 8192).requests == load(replace(workload, jitter="none"), 0, 8192)
     assert "on no grid" in draw(workload, 0, 8192).notes[0]
@@ -223,12 +214,11 @@ def test_intervals_of_correlated_values_cover_what_they_estimate():
             found.append(value)
         values = np.array(found)
         half = half_width(values, None)
-        assert half is not None
         covered += abs(values.mean()) <= half
     assert 0.88 <= covered / 200 <= 1.0
 
 
-def test_a_queue_that_grows_is_told_from_one_that_does_not():
+def test_a_growing_queue_is_told_from_a_steady_one():
     random = np.random.default_rng(2)
     noise = random.exponential(1.0, (300, 400))
     assert sum(bool(trend(row)) for row in noise) <= 9  # 1 % expected, of 300

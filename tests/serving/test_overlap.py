@@ -36,7 +36,7 @@ def run(tokens: int, kv: Kv, *others: Any, **changes: Any) -> tuple[dict[str, An
 
 
 @pytest.mark.parametrize("call", [1e-6, 5e-4], ids=["computing takes longer", "writing takes longer"])
-def test_planes_are_written_when_computed_and_the_one_before_is_written(call):
+def test_planes_are_written_when_computed_and_in_turn(call):
     """With T of computing, L layers and w a plane, the last is there at the most of T (l + 1) / L + 2 (L - l) w."""
     backend = replace(ENGINE, intra=replace(ENGINE.intra, call=call))
     row, outcome = run(512, LAYERS, backend=backend)
@@ -115,16 +115,13 @@ def test_a_prompt_is_launched_behind_a_forward_if_it_waits(came, late):
         assert min(seen) == pytest.approx(first["noticed"] + 0.04, abs=1e-3)
 
 
-def test_requests_of_a_forward_are_posted_in_turn():
+def test_a_host_posts_in_turn_and_slower_in_succession():
     host = PostingHost(HostCosts(send=0.010, send_next=0.006), 0.0, 1, "p")
     assert host.turns(1.0, 0.0, 3) == pytest.approx([1.010, 1.016, 1.022])
     assert (host.due(1.015), host.due(1.03)) == (2, 0)
     assert host.turns(1.011, 0.002, 1) == pytest.approx([1.028])
     assert host.turns(2.0, 0.005, 1) == pytest.approx([2.015])
     assert PostingHost(HostCosts(), 0.0, 1, "p").turns(1.0, 0.0, 3) == []
-
-
-def test_a_host_is_slower_for_requests_in_quick_succession():
     host = PostingHost(HostCosts(send=0.010, launch=0.02), 0.0, 1, "p")
     assert [host.take(at, 1.5) for at in (5.0, 5.2, 5.5, 5.6)] == [1.0, 1.5, 1.0, 1.5]
     assert (host.turns(6.0, 0.0, 1), host.launch()) == ([pytest.approx(6.015)], pytest.approx(0.03))

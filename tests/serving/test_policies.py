@@ -29,7 +29,7 @@ TWO = Side(tp=1, instances=2)
 
 
 @pytest.mark.parametrize("find", [scheduler_of, handoff_of])
-def test_a_name_that_no_package_provides_is_refused_with_those_there_are(find):
+def test_an_unknown_policy_is_refused_with_those_known(find):
     with pytest.raises(ConfigError, match=r"'nobodys'.*(fcfs|pull)"):
         find(ServingEngine(scheduler="nobodys", handoff="nobodys"))
     with pytest.raises(ConfigError, match="least_tokens"):
@@ -41,33 +41,40 @@ class Greedy(FirstCome):
         return 0, budget + 1
 
 
-def test_a_policy_that_exceeds_the_step_ends_the_rank_by_name(monkeypatch):
+def test_a_policy_exceeding_the_step_ends_the_rank(monkeypatch):
     monkeypatch.setattr(rank_process, "scheduler_of", lambda engine: Greedy())
     ranks = simulate([Request(0.0, 600, 2)], options={"deadline": 0.5}, limit=5.0).outcome.ranks
     words = "engine.scheduler=fcfs gave 257 tokens of room 1, which has 600 left in a step of 256"
     assert words in ranks["prefill0.0"].error
 
 
-def test_the_most_loaded_of_all_is_never_taken_and_the_others_as_often_as_pairs_say():
+def test_random_policies_take_each_as_often_as_pairs_say():
     policy = router_policy("power_of_two")
     able = ["a", "b", "c", "d"]
     counts = Counter(policy.choose(able, {"a": 0, "b": 1, "c": 2, "d": 3}) for _ in range(6000))
     assert counts["d"] == 0
     for name, pairs in (("a", 3), ("b", 2), ("c", 1)):  # of six pairs
         assert abs(counts[name] - 1000 * pairs) < 150
+    policy = router_policy("random")
+    counts = Counter(policy.choose(["a", "b", "c"], {}) for _ in range(6000))
+    assert all(abs(counts[name] - 2000) < 150 for name in "abc")
 
 
 def asked(load: dict[str, int], blocks: tuple[int, ...], tokens: int = 1024) -> RoutingQuery:
     return RoutingQuery(list(load), load, tokens, blocks)
 
 
-def test_cached_tokens_weigh_as_much_as_waiting_ones():
+def test_cached_tokens_spare_the_queue_of_every_policy():
     policy = router_policy("cache_aware")
     assert route(policy, asked({"a": 0, "b": 0}, (1, 2))) == "a"
     assert route(policy, asked({"a": 1023, "b": 0}, (1, 2))) == "a"
     assert route(policy, asked({"a": 1025, "b": 0}, (1, 2))) == "b"
     assert route(policy, asked({"a": 600, "b": 0}, (1, 3))) == "b"  # 512 tokens are cached on both
     assert route(policy, asked({"a": 1, "b": 0}, ())) == "b"
+    policy: Any = router_policy("first_token")
+    assert policy.pair(paired({"p0": 0, "p1": 0}, {"d0": 0, "d1": 0}, (1, 2))) == ("p0", "d0")
+    assert policy.pair(paired({"p0": 1023, "p1": 0}, {"d0": 0, "d1": 0}, (1, 2))) == ("p0", "d0")
+    assert policy.pair(paired({"p0": 1025, "p1": 0}, {"d0": 0, "d1": 0}, (1, 2))) == ("p1", "d1")
 
 
 def test_a_cache_aware_router_finds_what_turns_taken_miss():
@@ -78,12 +85,6 @@ def test_a_cache_aware_router_finds_what_turns_taken_miss():
         config = replace(config, cache=Cache(prefill=True), model=replace(config.model, context=1 << 17))
         hits[name] = values(serve(replace(config, kv=replace(config.kv, pool=1 << 24))))["prefix_hit_prefill"]
     assert hits["cache_aware"] > 1.2 * hits["round_robin"]
-
-
-def test_random_takes_each_as_often():
-    policy = router_policy("random")
-    counts = Counter(policy.choose(["a", "b", "c"], {}) for _ in range(6000))
-    assert all(abs(counts[name] - 2000) < 150 for name in "abc")
 
 
 def paired(prefill, decode, blocks=(), **known):
@@ -111,26 +112,16 @@ def test_both_sides_are_chosen_by_queue_and_way(prefill, decode, under_way, pair
     assert policy.pair(paired(first, second, under_way=way)) == pair
 
 
-def test_what_prefill_has_cached_needs_no_queue():
-    policy: Any = router_policy("first_token")
-    assert policy.pair(paired({"p0": 0, "p1": 0}, {"d0": 0, "d1": 0}, (1, 2))) == ("p0", "d0")
-    assert policy.pair(paired({"p0": 1023, "p1": 0}, {"d0": 0, "d1": 0}, (1, 2))) == ("p0", "d0")
-    assert policy.pair(paired({"p0": 1025, "p1": 0}, {"d0": 0, "d1": 0}, (1, 2))) == ("p1", "d1")
-
-
 def taken(arrivals: Sequence[float], **options: Any) -> list[str]:
     requests = [Request(arrival, 256, 400) for arrival in arrivals]
     run = simulate(requests, prefill=Side(tp=1), decode=Side(tp=1, instances=2), options=options)
     return [row["decode"] for row in run.rows]
 
 
-def test_replicas_of_the_router_see_only_what_they_sent():
+def test_replicas_see_what_they_sent_and_what_is_exchanged():
     own = {"routers": 2, "routers_sync": 0.0}
     assert taken([0.0] * 4) == ["decode0", "decode1", "decode0", "decode1"]
     assert taken([0.0] * 4, **own) == ["decode0", "decode0", "decode1", "decode1"]
-
-
-def test_replicas_exchange_what_they_know_in_time():
     late = [0.0, 0.3, 0.3]  # the third is of the first replica, which does not see the second
     assert taken(late, routers=2, routers_sync=0.2) == ["decode0", "decode1", "decode1"]
     assert taken(late, routers=2, routers_sync=100.0) == ["decode0", "decode0", "decode1"]
@@ -142,11 +133,9 @@ def test_sides_have_policies_of_their_own():
         rows = simulate(three, options=options, prefill=TWO, decode=TWO).rows
         return [row["prefill"] for row in rows], [row["decode"] for row in rows]
 
-    assert chosen(decode_router="round_robin") == (
-        ["prefill0", "prefill1", "prefill1"],
-        ["decode0", "decode1", "decode0"],
-    )
-    assert chosen() == (["prefill0", "prefill1", "prefill1"], ["decode0", "decode1", "decode1"])
+    prefills = ["prefill0", "prefill1", "prefill1"]
+    assert chosen(decode_router="round_robin") == (prefills, ["decode0", "decode1", "decode0"])
+    assert chosen() == (prefills, ["decode0", "decode1", "decode1"])
     workload = replace(GENERATED, count=20)
     config = configured(TWO, TWO, workload=workload, options={"router": "first_token"})
     assert values(serve(config))["requests_ok"] == 20

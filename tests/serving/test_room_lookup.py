@@ -43,7 +43,7 @@ class Bench:
         self.clock.call_at(at, lambda _: self.known.update({room: incarnation}), None)
 
 
-def test_rooms_that_come_while_a_question_is_open_are_asked_for_together():
+def test_rooms_of_an_open_question_are_asked_together():
     bench = Bench()
     for room in (1, 2, 3):
         bench.take(0.0, room, f"prefill0d{room % 2}@1")
@@ -54,7 +54,7 @@ def test_rooms_that_come_while_a_question_is_open_are_asked_for_together():
     assert len(bench.lookup) == 0
 
 
-def test_an_unknown_room_is_asked_for_again_and_holds_up_no_other():
+def test_an_unknown_room_holds_up_no_other():
     bench = Bench()
     bench.take(0.0, 2, "prefill0d0@1")
     bench.add(0.0, 1)
@@ -65,7 +65,7 @@ def test_an_unknown_room_is_asked_for_again_and_holds_up_no_other():
     assert bench.located == [(0.5, 2, "prefill0d0@1"), (0.75, 1, "prefill0d1@1")]
 
 
-def test_a_room_that_stays_unknown_is_given_up_at_the_first_answer_after_the_limit():
+def test_a_room_that_stays_unknown_is_given_up():
     bench = Bench()
     bench.add(0.0, 1)
     bench.add(0.0, 2)

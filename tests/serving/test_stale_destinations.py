@@ -64,7 +64,6 @@ def test_a_room_that_was_given_up_stays_so(monkeypatch):
 
 
 def alone(program: str, *ranks: RankSpec, **arguments: Any) -> Outcome:
-    """Run *program* of this file, given the job, beside *ranks*."""
     config = configured(Side(tp=2), model=GQA)
     plain = job(config, ServeOptions()).plain()
     spec = RankSpec("alone", f"{__name__}:{program}", arguments={"plain": plain, **arguments})
@@ -95,9 +94,11 @@ def keeping(rank: Rank, plain: Any) -> Program:
     return kept, len(engine.early)
 
 
-def test_what_a_leader_that_is_gone_has_asked_for_is_not_kept():
-    """D10: a rank that was back, and in no incarnation yet, kept messages of the one before for ever."""
+def test_messages_around_a_lost_incarnation_are_dropped():
+    # D10: a rank that was back, and in no incarnation yet, kept messages of the one before for ever.
     assert alone("keeping").ranks["alone"].value == [2, 0]
+    # D7, D8: they left a room behind at a rank that was started again.
+    assert alone("misled").ranks["alone"].value == [2, False, 0]
 
 
 def misled(rank: Rank, plain: Any) -> Program:
@@ -107,11 +108,6 @@ def misled(rank: Rank, plain: Any) -> Program:
     engine.handlers[Destination]("decode0.0", Destination("prefill0@1", 7, 10, ((0, 1),), 0))
     yield rank.clock.timeout(0.1)
     return engine.ignored, engine.working(), len(engine.scheduler.handoff._destinations)
-
-
-def test_forwards_and_pages_of_an_earlier_incarnation_are_ignored():
-    """D7, D8: they left a room behind at a rank that was started again."""
-    assert alone("misled").ranks["alone"].value == [2, False, 0]
 
 
 def dropping(rank: Rank, plain: Any) -> Program:
@@ -124,7 +120,7 @@ def dropping(rank: Rank, plain: Any) -> Program:
     return request.answered, request.prefilled, request.lost, request.asked, request.status
 
 
-def test_a_request_that_starts_anew_has_nothing_of_its_last_room():
+def test_a_restarted_request_has_nothing_of_its_room():
     """D21: pages that nobody had read were collected while its reader was asked, and it stalled in its next room."""
     anew = [False, False, "", "", "PeerLost: no prefill instance is left"]
     assert alone("dropping").ranks["alone"].value == anew

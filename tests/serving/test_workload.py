@@ -35,14 +35,11 @@ def test_mooncake_timestamps_are_milliseconds_from_the_first_arrival(tmp_path):
     assert {request.hash_ids for request in requests} == {(0, 1)}
 
 
-def test_azure_timestamps_keep_their_seventh_digit(tmp_path):
+def test_azure_timestamps_keep_their_digits_and_time_zones(tmp_path):
     rows = ("46.6805900,374,44", "50.9951690,396,109", "51.9951691,1,1")
     requests = load(trace(tmp_path, HEADER, *(f"2023-11-16 18:15:{row}" for row in rows)), 0, CONTEXT)
     assert [request[1:3] for request in requests] == [(374, 44), (396, 109), (1, 1)]
     assert [request.arrival for request in requests] == pytest.approx([0, 4.314579, 5.3145791], abs=3e-8)
-
-
-def test_azure_timestamps_may_have_a_time_zone(tmp_path):
     rows = "2024-05-10 00:00:00.009930+00:00,2162,5", "2024-05-10 00:00:01+00:00,2399,6"
     requests = load(trace(tmp_path, HEADER, *rows), 0, CONTEXT)
     assert [request.arrival for request in requests] == pytest.approx([0, 0.99007], abs=3e-8)
@@ -61,11 +58,8 @@ def test_burstgpt_has_seconds_and_tokens(tmp_path, extra):
 
 def test_bailian_hashes_of_16_tokens_make_blocks_of_512(tmp_path):
     common = list(range(40))
-    lines = (
-        BAILIAN.format(1, 61.114, 640, common),
-        BAILIAN.format(2, 62.114, 640, [*common[:39], 99]),
-        BAILIAN.format(3, 63.114, 640, [99, *common[1:]]),
-    )
+    hashes = enumerate((common, [*common[:39], 99], [99, *common[1:]]), 1)
+    lines = [BAILIAN.format(n, 60.114 + n, 640, each) for n, each in hashes]
     first, second, third = load(trace(tmp_path, *lines), 0, CONTEXT)
     assert [one.arrival for one in (first, second, third)] == pytest.approx([0, 1, 2])
     assert [len(one.hash_ids) for one in (first, second, third)] == [2, 2, 2]
@@ -79,7 +73,7 @@ def test_windows_line_ends_and_a_missing_last_one_are_read(tmp_path):
     assert load(Workload(trace=str(path)), 0, CONTEXT) == [Request(0.0, 374, 44), Request(1.0, 1, 2)]
 
 
-def test_speed_divides_the_arrival_times_and_later_lines_are_not_looked_at(tmp_path):
+def test_speed_divides_arrivals_and_later_lines_are_unread(tmp_path):
     workload = trace(tmp_path, mooncake(0), mooncake(1000), "garbage")
     requests = load(replace(workload, speed=4.0, count=2), 0, CONTEXT)
     assert [request.arrival for request in requests] == [0.0, 0.25]
@@ -117,7 +111,7 @@ def test_a_malformed_line_is_named_with_file_line_and_reason(tmp_path, first, li
     assert "\n" not in str(caught.value)
 
 
-def test_a_request_beyond_the_models_context_says_how_to_go_on(tmp_path):
+def test_a_request_beyond_the_context_says_what_helps(tmp_path):
     workload = trace(tmp_path, mooncake(0), mooncake(1, 4000, 97))
     with pytest.raises(ConfigError, match=r":2: 4000 \+ 97 tokens exceed model.context=4096; .*workload.count=1$"):
         load(workload, 0, 4096)

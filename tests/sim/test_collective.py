@@ -19,15 +19,8 @@ from tests.support.machines import cost, engine, machine
 
 RING = CollectiveModel(path="nvlink", pattern="ring", latency=3.0, step=0.5, rate=50.0, own_rate=100.0, copies=2)
 DIRECT = CollectiveModel(path="nvlink", pattern="direct", latency=1.0, step=0.25, rate=80.0)
-LIBRARY = Collective(
-    name="test",
-    implementation="nccl",
-    plain=RING,
-    symmetric=DIRECT,
-    grow_latency=1.0,
-    grow_rate=100.0,
-    timeout=1000.0,
-)
+GROWTH = {"grow_latency": 1.0, "grow_rate": 100.0}
+LIBRARY = Collective(name="test", implementation="nccl", plain=RING, symmetric=DIRECT, timeout=1000.0, **GROWTH)
 
 
 def run(program, ranks=4, library=LIBRARY, hw=None, losses=({}, {}), **arguments):
@@ -46,7 +39,6 @@ def values(outcome: Outcome) -> list[Any]:
 
 
 def gather(rank: Rank, names: list[str], size: int, late: float = 0.0) -> Program:
-    """Gather once; the last rank *late*."""
     group, started = rank.group(names), rank.clock.now
     source, target = rank.device.allocate(size), rank.device.allocate(size * len(names))
     if group.index == len(names) - 1:
@@ -153,7 +145,6 @@ def test_a_reservation_takes_its_time_or_says_why_not(sizes, may_grow, expected)
 
 
 def fragment(rank: Rank, names: list[str]) -> Program:
-    """Fill a pool of two segments; what lies between them is no room."""
     group = rank.group(names)
     yield group.reserve(100)
     yield group.reserve(100)
@@ -166,12 +157,12 @@ def fragment(rank: Rank, names: list[str]) -> Program:
     return rank.device.allocate(60, SYMMETRIC).address == first.address
 
 
-def test_a_symmetric_buffer_lies_in_one_segment_and_is_reused():
+def test_symmetric_memory_is_of_one_group_in_segments():
     assert values(run(fragment, 2)) == [True] * 2
+    assert values(run(borrow, 2)) == ["refused"] * 2
 
 
 def borrow(rank: Rank, names: list[str]) -> Program:
-    """Use the symmetric memory of one group in another."""
     group, other = rank.group(names), rank.group(names[::-1])
     yield group.reserve(1000)
     source, target = rank.device.allocate(10, SYMMETRIC), rank.device.allocate(20, SYMMETRIC)
@@ -179,10 +170,6 @@ def borrow(rank: Rank, names: list[str]) -> Program:
         with pytest.raises(RegistrationError):
             yield event
     return "refused"
-
-
-def test_symmetric_memory_belongs_to_the_group_that_reserved_it():
-    assert values(run(borrow, 2)) == ["refused"] * 2
 
 
 def stall(rank: Rank, names: list[str]) -> Program:
@@ -219,7 +206,6 @@ def test_the_end_of_a_rank_stops_flows_and_is_noticed():
 
 
 def gather_again(rank: Rank, names: list[str]) -> Program:
-    """Join at first; gather once started again."""
     group = rank.group(names)
     if rank.clock.now < 1.0:
         yield rank.clock.timeout(100.0)

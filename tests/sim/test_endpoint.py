@@ -1,10 +1,10 @@
-"""The simulated endpoint: what the waist promises, at exact times.
+"""The simulated endpoint at exact times, and network cards that fail; what holds of all is in `pdsim.testing`."""
 
-What holds for every implementation is in `pdsim.testing`; here is what only the model can say.
-"""
+from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,7 +22,7 @@ from pdsim.sim.hosts import HostLatency, JobClock, RankClock
 from pdsim.sim.memory import DeviceMemory, SimDevice
 from pdsim.sim.network import Network
 from pdsim.sim.posting import Fabric
-from pdsim.sim.topology import Topology
+from pdsim.sim.topology import Site, Topology
 from pdsim.transfer import Batch
 from pdsim.transfer.job import Place
 from pdsim.transfer.log import TransferLog
@@ -107,7 +107,7 @@ def bench():
     return Bench()
 
 
-def test_between_gpus_a_call_is_made_when_the_one_before_is_done():
+def test_calls_between_gpus_follow_one_another():
     bench = Bench(cost(in_order=True))
     bench.write()
     bench.write()
@@ -116,16 +116,13 @@ def test_between_gpus_a_call_is_made_when_the_one_before_is_done():
     assert [(record.submitted, record.completed) for record in bench.a.records] == [(0.0, 3.5), (1.75, 4.5)]
 
 
-def test_copies_on_one_stream_follow_each_other_and_end_together():
+def test_copies_of_a_stream_follow_and_end_together():
     bench = Bench(cost(in_order=True, one_stream=True))
     bench.write()
     bench.write()
     bench.run()
     # the second's descriptors take their 1.25 after the first's wire, which ends at 2.25; the stream is idle at 4.5
     assert [(record.submitted, record.completed) for record in bench.a.records] == [(1.75, 5.0), (0.0, 5.0)]
-
-
-def test_copies_that_are_over_when_first_asked_do_not_wait_for_the_stream():
     bench = Bench(cost(in_order=True, one_stream=True, latency=8.0))
     bench.write()
     bench.write()
@@ -173,7 +170,7 @@ def test_a_transfer_past_its_deadline_is_quarantined_until_it_lands(bench):
     bench.a.endpoint.deregister(bench.a.region)
 
 
-def test_the_target_s_memory_is_not_handed_out_before_it_settles(bench):
+def test_target_memory_is_kept_until_it_settles(bench):
     bench.write(timeout=2.0)
 
     def withdraw():
@@ -213,7 +210,7 @@ def test_a_deadline_begins_when_the_posting_thread_takes_the_call():
     assert [(row.submitted, row.completed) for row in bench.a.records] == [(0.0, 3.5), (1.75, 3.75)]
 
 
-def test_a_peer_is_lost_to_what_is_posted_before_and_noticed_after_deadlines(bench):
+def test_a_peer_is_lost_before_it_is_noticed(bench):
     bench.b.endpoint.kill()
     bench.at(DETECTION / 4, lambda: bench.write(timeout=DETECTION / 4))
     bench.at(DETECTION / 2, bench.write)
@@ -231,7 +228,7 @@ def test_a_lost_peer_is_noticed_after_the_detection_delay(bench, at, operation, 
     assert bench.a.endpoint.quarantined == 0
 
 
-def test_a_lost_peer_gets_no_more_bytes_and_takes_no_links(bench):
+def test_a_lost_peer_gets_no_bytes_nor_links(bench):
     bench.a.buffer.write(0, b"kv")
     bench.write(notify=b"x")
     bench.at(1.75, bench.b.endpoint.kill).run()
@@ -242,7 +239,7 @@ def test_a_lost_peer_gets_no_more_bytes_and_takes_no_links(bench):
     assert carried == {f"node0/{name}": 50.0 for name in names}
 
 
-def test_closing_fails_and_settles_what_is_under_way_and_ends_all_use(bench):
+def test_closing_settles_transfers_and_ends_all_use(bench):
     transfer = bench.write()
     bench.at(1.75, bench.a.endpoint.close)
     assert sorted(bench.run()) == [(1.75, "TransferFailed"), (1.75, "settled")]
@@ -273,24 +270,16 @@ def test_a_region_withdrawn_by_the_peer_fails_the_transfer(bench):
     assert len(bench.b.endpoint.notifications) == 0
 
 
-def test_a_buffer_of_another_device_cannot_be_registered(bench):
+def test_buffers_regions_and_peers_of_others_are_refused(bench):
     with pytest.raises(RegistrationError, match="is not allocated on node0/gpu0"):
         bench.a.endpoint.register(bench.b.buffer, "theirs")
     with pytest.raises(RegistrationError, match="is registered as 'kv'; deregister it first"):
         bench.a.device.free(bench.a.buffer)
-
-
-def test_regions_of_the_wrong_side_are_refused(bench):
     mine, theirs = bench.a.region, bench.peer.regions["kv"]
-    for region, message in (
-        (theirs, "must be a region of a, got one of b"),
-        (mine, "region a/kv is not in the address of b, which has kv; connect again"),
-    ):
+    connect = "region a/kv is not in the address of b, which has kv; connect again"
+    for region, message in ((theirs, "must be a region of a, got one of b"), (mine, connect)):
         with pytest.raises(InvalidBatch, match=message):
             bench.a.endpoint.write(bench.peer, Batch(region, region, [0], [0], [8]))
-
-
-def test_a_peer_of_another_endpoint_is_of_no_use(bench):
     peer = bench.b.endpoint.connect(bench.a.endpoint.address())
     with pytest.raises(InvalidBatch, match="peer a is not connected to a"):
         bench.a.endpoint.write(peer, bench.batch())
@@ -308,10 +297,91 @@ def test_across_nodes_another_model_counts_or_none():
         Bench(places=places)
 
 
-def test_a_send_queue_that_refuses_fails_the_transfer_and_settles_it():
+def test_a_refusing_send_queue_fails_and_settles_the_transfer():
     bench = Bench(cost(depth=1, full="refuse"))
     bench.write(target=0)
     refused = bench.write(target=100)
     assert sorted(bench.run()[:2]) == [(0.0, "SendQueueFull"), (0.0, "settled")]
     assert isinstance(refused.value, SendQueueFull)
     assert [record.status for record in bench.a.records] == ["SendQueueFull", "ok"]
+
+
+APART = (Place(0, 0), Place(1, 0))
+
+
+class Cards(Bench):
+    """Ranks on GPU 0 of two nodes, each with two cards."""
+
+    def __init__(self, failover: bool, **more: Any) -> None:
+        super().__init__(inter=cost("rdma"), places=APART, **more)
+        self.fabric.engine = replace(self.fabric.engine, failover=failover)
+
+    def down(self, start: float, end: float = 100.0, card: tuple[int, int] = (0, 0)) -> Cards:
+        return self.at(start, lambda: self.fabric.fail(card)).at(end, lambda: self.fabric.repair(card))
+
+    def send(self, at: float) -> Cards:
+        return self.at(at, self.write)
+
+
+@pytest.mark.parametrize("card", [(0, 0), (1, 0)])
+def test_a_card_of_either_side_fails_what_is_under_way(card):
+    bench = Cards(failover=False).send(0.0).down(3.25, card=card)
+    assert bench.run() == [(3.35, "settled"), (3.35, "TransferFailed")]
+
+
+def test_what_has_not_arrived_goes_on_over_another_card():
+    bench = Cards(failover=True).send(0.0).down(3.25)
+    bench.a.buffer.write(0, bytes(range(100)))
+    bench.run()  # 60 bytes are left: posted from 3.35 to 4.6, on the wire until 7.6
+    assert [time for time, _ in bench.log] == pytest.approx([8.1, 8.1])
+    assert bench.log[1][1] == "ok"
+    assert bytes(bench.b.buffer.read(0, 100)) == bytes(range(100))
+
+
+def test_without_a_card_left_a_transfer_fails():
+    bench = Cards(failover=True).send(0.0).down(2.0, card=(0, 1)).down(3.25)
+    assert bench.run() == [(3.35, "settled"), (3.35, "TransferFailed")]
+
+
+def test_cards_of_other_gpus_and_nodes_fail_nothing():
+    bench = Cards(failover=False).send(0.0).down(3.25, card=(0, 1)).down(3.25, card=(1, 1))
+    assert bench.run() == [(6.75, "settled"), (6.75, "ok")]
+
+
+def test_transfers_fail_until_the_last_failure_is_repaired():
+    bench = Cards(failover=False).down(1.0, 9.0).send(4.0).send(10.0)
+    bench.run()
+    assert [time for time, _ in bench.log] == pytest.approx([4.1, 4.1, 16.75, 16.75])
+    assert [what for _, what in bench.log] == ["settled", "TransferFailed", "settled", "ok"]
+    bench = Cards(failover=False).down(1.0, 5.0).down(2.0, 9.0).send(6.0).send(10.0)
+    bench.run()
+    assert [time for time, _ in bench.log] == pytest.approx([6.1, 6.1, 16.75, 16.75])
+
+
+def test_a_detour_takes_turns_with_those_whose_card_it_is():
+    bench = Cards(failover=True).down(1.0, 50.0).send(2.0).send(60.0)
+    site = bench.fabric.topology.site(Place(0, 3))  # of the other card
+    other = bench.fabric.send_queue("other", bench.fabric.poster(site), site, bench.b.endpoint.site)
+    bench.at(2.0, lambda: other.post(1000, 1, False, lambda _: None, 0))
+    bench.run()  # 100 bytes at half of 20 bytes/s from 3.25 on, and alone again over its own card
+    assert [time for time, _ in bench.log] == pytest.approx([13.75, 13.75, 66.75, 66.75])
+
+
+def test_a_peer_that_ends_meanwhile_is_what_is_reported():
+    bench = Cards(failover=True).send(0.0).down(3.25).at(3.3, lambda: bench.b.endpoint.kill())
+    bench.run()
+    assert bench.log[1] == (pytest.approx(3.4), PeerLost.__name__)
+
+
+def test_a_transfer_in_quarantine_settles_when_its_card_fails():
+    bench = Cards(failover=False, timeout=2.0).send(0.0).down(3.25)
+    assert bench.run() == [(2.0, "TransferTimeout"), (3.35, "settled")]
+
+
+def test_another_card_is_of_the_same_socket_if_one_works():
+    topology = Topology(machine(cards=4), Cards(failover=True).fabric.network)
+    site = Site(0, 0, 0)
+    assert topology.around(site, {(1, 0)}) == site
+    assert topology.around(site, {(0, 0)}) == Site(0, 0, 1)
+    assert topology.around(site, {(0, 0), (0, 1)}).card in (2, 3)
+    assert topology.around(site, {(0, card) for card in range(4)}) == site

@@ -80,7 +80,6 @@ def computer(rank):
 
 
 def phoenix(rank):
-    """Say hello, and stay."""
     rank.endpoint.register(rank.device.allocate(100), "kv")
     rank.channel.send("friend", rank.endpoint.address())
     yield rank.clock.timeout(10.0)
@@ -123,12 +122,11 @@ def of(sender, found):
 
 
 def written(faults, seed=0, whole=False, **how):
-    """Return what `writer` and `reader` say under *faults*."""
     ranks = run((writer, how), (reader, {"whole": whole}), model=model(faults, seed)).ranks
     return ranks["writer"].value, ranks["reader"].value
 
 
-def test_one_seed_holds_up_messages_in_the_order_of_their_sockets():
+def test_a_seed_holds_up_messages_in_their_order():
     found = heard(HELD, seed=7)
     for sender in ("one", "two"):
         assert [number for number, _ in of(sender, found)] == list(range(20))
@@ -220,13 +218,10 @@ def test_a_transfer_reported_as_failed_may_have_moved_in_part(seed):
     assert there == "a" * landed + "\0" * (100 - landed)
 
 
-def test_a_slow_rank_computes_and_posts_slowly_for_a_while():
+def test_slow_ranks_and_cut_links_carry_on_later():
     slow = Faults(slow=(Slow("computer", 0.5, 2.5, 3.0),))
     assert run(computer, model=model(slow)).ranks["computer"].value == [1.0, 4.0, 5.0]
     assert written(Faults(slow=(Slow("writer", 0.0, 9.0, 2.0),)))[0] == ["ok", 4.0]  # 2 * 1.25 + 1 + 0.5
-
-
-def test_a_link_that_is_cut_carries_on_when_it_is_mended():
     (how, took), _ = written(Faults(squeezes=(Squeeze("node0/gpu0/nvlink.out", 0.0, 10.0, 0.0),)))
     assert (how, took + 0.5 + 0.125) == ("ok", pytest.approx(11.5, abs=0.2))  # its address took half a second
 

@@ -66,7 +66,6 @@ def test_a_rank_that_was_idle_acts_later(arrivals, expected):
 
 
 def acted(arrivals, start=0.0):
-    """Return when a rank acts upon each of *arrivals*, all announced at the *start*."""
     clock, times = Clock(), {}
     clock.timeout(start)
     clock.run()
@@ -77,11 +76,8 @@ def acted(arrivals, start=0.0):
     return [times[number] for number in range(len(arrivals))]
 
 
-def test_a_rank_is_warm_when_it_starts():
+def test_ranks_start_warm_and_nothing_overtakes():
     assert acted((105.0,), start=100.0) == [106.0]
-
-
-def test_nothing_overtakes_what_came_before():
     first, second, third = acted((11.0, 12.0, 12.5))
     assert first == 16.0
     assert first < second < third == pytest.approx(16.0)

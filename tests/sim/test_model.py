@@ -164,7 +164,7 @@ def test_processes_of_a_rank_end_with_it(kill, beats, error):
     assert outcome.ranks["heartbeat"].error == error
 
 
-def test_a_killed_rank_reports_no_transfer_under_way_and_frees_memory():
+def test_a_killed_rank_reports_nothing_and_frees_memory():
     places = Place(0, 0), Place(0, 1), Place(0, 0)
     ranks = run((source, {"count": 9}), (sink, {"stay": 9.0}), other, places=places, kill={"source": 5.0}).ranks
     assert [record.status for record in ranks["source"].transfers] == ["ok"]
@@ -174,12 +174,8 @@ def test_a_killed_rank_reports_no_transfer_under_way_and_frees_memory():
 def test_links_and_pools_are_used_as_shares_of_the_whole():
     outcome = run((source, {"count": 4}), sink)
     share = 400 / outcome.seconds
-    assert outcome.links == {
-        "node0/gpu0/memory": share / 1000,
-        "node0/gpu0/nvlink.out": share / 100,
-        "node0/gpu1/nvlink.in": share / 100,
-        "node0/gpu1/memory": share / 1000,
-    }
+    rates = {"gpu0/memory": 1000, "gpu0/nvlink.out": 100, "gpu1/nvlink.in": 100, "gpu1/memory": 1000}
+    assert outcome.links == {f"node0/{name}": share / rate for name, rate in rates.items()}
     assert outcome.pools == {"node0/gpu0/default": 1000 / 4096, "node0/gpu1/default": 500 / 4096}
     assert outcome == run((source, {"count": 4}), sink, model=Model(machine(), engine(), memory="tracked"))
 
@@ -206,7 +202,7 @@ def test_a_job_takes_as_long_with_samples_as_without(samples):
     assert (one.ranks, one.seconds, one.links, one.pools) == (other.ranks, other.seconds, other.links, other.pools)
 
 
-def test_the_shares_of_a_link_add_up_to_what_it_carried():
+def test_shares_of_a_link_add_up_to_its_bytes():
     outcome = sampled(50)
     for name, mean in outcome.links.items():
         samples = rows(outcome, "link", name)

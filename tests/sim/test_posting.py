@@ -254,7 +254,7 @@ def test_threads_post_side_by_side(threads, serial, posts, changes, ends):
     assert bench.run() == [(pytest.approx(at, abs=1e-12), tag) for at, tag in ends]
 
 
-def test_what_is_aborted_while_it_waits_for_a_thread_never_moves():
+def test_what_is_aborted_before_its_thread_never_moves():
     bench = Bench(link=1000.0, threads=1, serial=1.0)
     bench.post("a", nbytes=1000)
     bench.lane.abort(bench.post("b", nbytes=1000))
@@ -262,7 +262,7 @@ def test_what_is_aborted_while_it_waits_for_a_thread_never_moves():
     assert bench.run() == [(3.5, "a"), (5.5, "c")]
 
 
-def test_threads_and_processes_slow_each_other_by_shares_of_their_own():
+def test_threads_and_processes_slow_each_other_by_shares():
     clock, log = Clock(), []
     share = PostingShare(clock, 0.5, 0.25)
     pair, single = PostingThread(share, 2), PostingThread(share)
@@ -333,9 +333,7 @@ class Crossing:
         """Post *posts* (time, names, bytes), stop the first ones of *aborts* (time, name), and return the log."""
         posted = {}
         for at, names, *nbytes in posts:
-            self.clock.call_at(
-                at, lambda it: [posted.setdefault(p.tag, p) for p in self.post(*it)], (names, *nbytes)
-            )
+            self.clock.call_at(at, lambda w: [posted.setdefault(p.tag, p) for p in self.post(*w)], (names, *nbytes))
         for at, name in aborts:
             self.clock.call_at(at, lambda name: self.lanes[name].abort(posted[name]), name)
         self.clock.run()
@@ -349,7 +347,6 @@ def turns(seconds=100.0, **gpu):
 SLEEPY = {"gpu": {"idle_after": 2.0, "idle_wake": 0.5}}
 SWITCH = {**turns(process_switch=0.25), "within": True}
 HOST = {"descriptor": 1.0, "latency": 0.5}
-ONE_STREAM = {"one_stream": True}
 RESTS = {"streams": True, "rate": 50.0, "copy_rate": 100.0, "overlap": True}
 COPIES = {
     "one at a time": ({}, [(0, "ac ad")], "1.0 ac 2.0 ad"),
@@ -366,17 +363,9 @@ COPIES = {
     "a slice ends within a copy": (turns(1.5), [(0, "ac ad ac ad")], "1.0 ac 2.5 ad 3.5 ac 4.0 ad"),
     "slices while nobody waits": (turns(1.5), [(0, "ac", 400), (2.0, "ad")], "4.0 ad 5.0 ac"),
     # as metadata behind the KV of another process
-    "a small copy after a process": (
-        turns(),
-        [(0, "ac"), (0.5, "ad", 200), (1.5, "ac", 50)],
-        "1.0 ac 3.0 ad 3.5 ac",
-    ),
+    "a small copy after it": (turns(), [(0, "ac"), (0.5, "ad", 200), (1.5, "ac", 50)], "1.0 ac 3.0 ad 3.5 ac"),
     "a copy ends with its slice": (turns(1.0), [(0, "ac ad ac ad")], "1.0 ac 2.0 ad 3.0 ac 4.0 ad"),
-    "a switch within": (
-        SWITCH,
-        [(0, "ac ad ad"), (5.0, "ad"), (7.0, "ac")],
-        "1.0 ac 2.25 ad 3.25 ad 6.0 ad 8.25 ac",
-    ),
+    "a switch": (SWITCH, [(0, "ac ad ad"), (5.0, "ad"), (7.0, "ac")], "1.0 ac 2.25 ad 3.25 ad 6.0 ad 8.25 ac"),
     "waking after a rest": (SLEEPY, [(2.0, "ac"), (5.0, "ac"), (8.5, "ac")], "3.0 ac 6.0 ac 10.0 ac"),
     "waking for two": (SLEEPY, [(4.0, "ac"), (4.25, "ac")], "5.5 ac 6.5 ac"),
     # posted at 6, where the wire was done at 5.5
@@ -422,7 +411,7 @@ def test_a_copy_engine_goes_on_after_an_abort_of(how, posts, aborts, expected):
     assert Crossing(**how).play(posts, aborts) == expected
 
 
-def test_a_process_whose_posting_is_slow_leaves_the_port_to_another():
+def test_a_slow_poster_leaves_the_port_to_another():
     crossing = Crossing(apart=True, overlap=True)
     slow = crossing.lanes["ac"]
     slow.model = replace(slow.model, call=3.0)
@@ -441,12 +430,9 @@ def convoy(draws=None):
     return Crossing(draws=draws).play([(0, "ac ad bc bd " * 20)])
 
 
-def test_jitter_breaks_a_convoy_that_clockwork_keeps():
+def test_jitter_of_the_seed_breaks_a_convoy():
     assert convoy()[-1][0] == 80.0  # 40 transfers of a second from each source, at half the rate
     assert convoy(Draws(Jitter(copies=0.3), 3))[-1][0] < 70.0
-
-
-def test_one_seed_gives_one_run_and_another_another():
     jitter = Jitter(starts=0.01, copies=0.01)
     assert convoy(Draws(jitter, 3)) == convoy(Draws(jitter, 3))
     assert convoy(Draws(jitter, 3)) != convoy(Draws(jitter, 4))

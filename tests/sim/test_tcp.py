@@ -1,9 +1,15 @@
-"""What TCP adds over a way of 2 s there and back that carries 100 bytes/s, in packets of 100 bytes of data."""
+"""A link between nodes on the model, and what TCP adds."""
+
+from dataclasses import replace
 
 import pytest
 
-from pdsim.hardware.machine import NetworkLink
+from pdsim.hardware.machine import LinkChange, NetworkLink
+from pdsim.sim.model import Model
 from pdsim.sim.tcp import OVERHEAD, QUEUE, HopChain, Streams, late
+from pdsim.transfer import Batch
+from pdsim.transfer.job import Place, RankSpec
+from tests.support.machines import cost, engine, machine
 
 
 def streams(lanes=0, answer=0.5, rate=100.0, **wire):
@@ -16,23 +22,17 @@ def streams(lanes=0, answer=0.5, rate=100.0, **wire):
 # --- the window
 
 
-def test_a_stream_whose_window_covers_the_way_waits_for_nothing():
+def test_a_window_that_is_used_doubles_until_it_suffices():
     assert streams(initial=1).start(0.0, 1, 10_000.0)[1] == 0.0  # 600 bytes of 200 that the way holds
-
-
-def test_a_small_window_is_waited_for_until_it_has_doubled():
     # 600 bytes in 0.6 s of a round trip of 2 s at 1000 bytes/s, 1200 in 1.2 s, 2400 cover the way
     assert streams(initial=1, rate=1000.0).start(0.0, 1, 1e6)[1] == pytest.approx(1.4 + 0.8)
-
-
-def test_a_window_grows_no_further_than_it_is_used():
     stream = streams(initial=1, rate=1000.0)
     for at in (0.0, 1.0, 2.0):
         stream.start(at, 1, 500.0)
     assert stream.start(3.0, 1, 1e5)[1] == pytest.approx((2.0 - 1.0) + 0.0)  # it is 1000 bytes now, and 2000 then
 
 
-def test_an_idle_stream_loses_half_of_its_window_every_time_out():
+def test_idle_streams_halve_their_window_every_timeout():
     stream = streams(initial=1, rate=1000.0)
     stream.start(0.0, 1, 4000.0)  # takes 6.2 s and leaves 2400 + what the last window was not filled with
     assert stream.start(6.2 + 2.9, 1, 4000.0)[1] == 0.0
@@ -41,12 +41,9 @@ def test_an_idle_stream_loses_half_of_its_window_every_time_out():
     assert later.start(1000.0, 1, 4000.0)[1] == pytest.approx(1.4 + 0.8)  # where it began
 
 
-def test_no_more_than_the_largest_window_is_under_way():
+def test_windows_and_lanes_bound_what_is_under_way():
     least, _ = streams(window=50, rate=100.0).start(0.0, 1, 1000.0)
     assert least == pytest.approx(1000.0 / 50 * 2.0)
-
-
-def test_blocks_take_rounds_of_a_trip_and_an_answer():
     # 8 blocks of 10 bytes in 4 rounds: three of 2 s, 0.5 s and 0.1 s, and the last pair's bytes
     assert streams(lanes=2).start(0.0, 8, 80.0)[0] == pytest.approx(3 * 2.6 + 0.2)
 
@@ -91,14 +88,99 @@ def test_a_queue_that_does_not_outlast_the_cut_is_lost():
 
 
 @pytest.mark.parametrize(("wait", "more"), [(0.1, 0.002), (0.25, 0.002), (0.26, 0.016), (2.0, 0.016), (2.1, 0.128)])
-def test_a_timer_of_the_kernel_is_half_of_its_step_late(wait, more):
+def test_kernel_timers_are_half_a_step_late(wait, more):
     assert late(wait) == pytest.approx(more)
 
 
-def test_streams_that_are_idle_wait_for_none_while_others_are_busy():
+def test_idle_streams_wait_only_if_none_is_busy():
     chain = HopChain(NetworkLink(rate=1000.0, delay=1.0, mtu=652, window=1 << 40, timeout=1.0))
     assert chain.recovery(10.0, 10.5) == 11.0  # no stream yet: what is sent then waits for a time-out
     busy, _ = (chain.streams(2.0, 0.0, 100.0, 0) for _ in range(2))
     assert chain.recovery(10.0, 10.5) == pytest.approx(16.13)
     busy.start(0.0, 1, 1e6)
     assert chain.recovery(10.0, 10.5) == pytest.approx(10.5)
+
+
+FIXED = 1.25 + 0.5 + 2 * 3.0
+
+
+def sink(rank, clients):
+    """Let each of *clients* write to a region of its own, and wait until all have."""
+    for name in clients:
+        rank.endpoint.register(rank.device.allocate(1 << 16), name)
+    for name in clients:
+        rank.channel.send(name, rank.endpoint.address())
+    for _ in clients:
+        yield rank.channel.receive()
+
+
+def source(rank, size, start, blocks):
+    """Write *size* bytes at *start*; return when the address came, and how long it took."""
+    region = rank.endpoint.register(rank.device.allocate(1 << 16), "own")
+    sender, address = yield rank.channel.receive()
+    came = rank.clock.now
+    peer = rank.endpoint.connect(address)
+    yield rank.clock.timeout(start - came)
+    offset = [index * (size // blocks) for index in range(blocks)]
+    batch = Batch(region, peer.regions[rank.name], offset, offset, [size // blocks] * blocks)
+    yield rank.endpoint.write(peer, batch)
+    took = rank.clock.now - start
+    rank.channel.send(sender, b"done")
+    return [came, took]
+
+
+def run(flows, nodes=2, at=0, start=100.0, blocks=1, inter=(), **link):
+    """Write as each of *flows*, node to bytes, says, all to node *at* and all at once; return what they return."""
+    hosts = machine(nodes=nodes, gpus=0, vendor="cpu")
+    host = replace(hosts.host, tcp_rate=1e9, memory_rate=1e9, tcp_latency=0.5)
+    hosts = replace(hosts, host=host, link=NetworkLink(**({"rate": 1000.0, "delay": 3.0, "mtu": 1000} | link)))
+    names = {f"from{node}": (node, size) for node, size in flows.items()}
+    specs = [RankSpec("sink", f"{__name__}:sink", Place(at), {"clients": list(names)})]
+    specs += [
+        RankSpec(name, f"{__name__}:source", Place(node), {"size": size, "start": start, "blocks": blocks})
+        for name, (node, size) in names.items()
+    ]
+    cpu = replace(engine(inter=cost("tcp", **dict(inter)), intra=cost("tcp")), vendors=("cpu",))
+    ranks = Model(hosts, cpu).run(specs).ranks
+    assert not [rank.error for rank in ranks.values() if rank.error]
+    return {node: ranks[f"from{node}"].value for node in flows}
+
+
+def test_each_direction_has_its_way_and_its_rate():
+    assert run({1: 9480})[1][0] == pytest.approx(0.5 + 3.0, abs=1e-6)
+    assert run({1: 9480}, back=500.0)[1][1] == pytest.approx(9480 / 474 + FIXED)
+    assert run({0: 9480}, at=1, back=500.0)[0][1] == pytest.approx(9480 / 948 + FIXED)
+
+
+def test_two_flows_share_the_hop_that_both_pass():
+    took = run({1: 9480, 2: 9480}, nodes=3)
+    assert took[1][1] == pytest.approx(2 * 9480 / 948 + FIXED)
+    assert took[2][1] == pytest.approx(2 * 9480 / 948 + FIXED + 6.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "more"),
+    [
+        ({"kind": "stall"}, 4.0),
+        ({"kind": "slow", "share": 0.25}, 3.0),
+        # a probe after two round trips and their queues of 0.7 s is answered; then 1, 2 and 4 segments wait
+        ({"kind": "cut"}, 2 * (6.0 + 0.4 * 1.75) + 0.002 + 0.128 + 6.0 + 5.0 + 4.0 + 2.0),
+    ],
+    ids=["stall", "slow", "cut"],
+)
+def test_a_transfer_waits_while_the_link_does_not_carry_it(change, more):
+    changes = (LinkChange(start=103.0, end=107.0, **change),)
+    took = run({1: 9480}, changes=changes, timeout=1.0)
+    assert took[1][1] == pytest.approx(9480 / 948 + FIXED + more)
+
+
+def test_other_hops_and_nodes_are_no_concern():
+    changes = (LinkChange(kind="stall", start=103.0, end=107.0, hop=1),)
+    assert run({1: 9480}, nodes=3, changes=changes)[1][1] == pytest.approx(9480 / 948 + FIXED)
+    assert run({0: 9480})[0][1] == pytest.approx(1.25 + 0.5, abs=1e-3)
+
+
+def test_an_engine_with_lanes_sends_blocks_in_rounds():
+    took = run({1: 80}, blocks=8, inter={"lanes": 2})[1][1]
+    rounds = 3 * (6.0 + 2 * 0.25 + 10 / 948) + 2 * 10 / 948
+    assert took == pytest.approx(1.0 + 8 * 0.25 + rounds + 0.5 + 6.0)

@@ -31,13 +31,7 @@ ROUTES = {
     "mesh back": ({"kind": "mesh", "vendor": "amd"}, "nvlink", gpu(3), gpu(0), [PEER, "gpu3/xgmi.gpu0", GPU]),
     "within a GPU twice": ({}, "nvlink", gpu(0), gpu(0), [GPU] * 2),
     "within a GPU without a switch": ({"kind": "none"}, "nvlink", gpu(0), gpu(0), [GPU] * 2),
-    "cards even within a node": (
-        {},
-        "rdma",
-        gpu(0, card=0),
-        gpu(3, card=1),
-        [GPU, OUT, "nic0/tx", "nic1/rx", IN, PEER],
-    ),
+    "cards in a node": ({}, "rdma", gpu(0, card=0), gpu(3, card=1), [GPU, OUT, "nic0/tx", "nic1/rx", IN, PEER]),
     "a card of the other socket": (
         {"devices": (1,), "far": 0.5},
         "rdma",
@@ -68,13 +62,10 @@ def test_a_route_passes(changes, kind, source, target, expected):
     assert [link.name for link in links] == [name if "node1" in name else f"node0/{name}" for name in expected]
 
 
-def test_the_latency_is_that_of_the_switch_or_the_cards():
+def test_routes_have_latencies_and_gpus_their_cards():
     links = topology(latency=0.125)
     ways = [("nvlink", gpu(0), gpu(1)), ("nvlink", gpu(0), gpu(0)), ("rdma", gpu(0), gpu(1)), ("shm", HOST, HOST)]
     assert [links.route(*way).latency for way in ways] == [0.125, 0.0, 0.125, 0.0]
-
-
-def test_gpus_are_spread_over_cards_that_hosts_take_in_turn():
     links = topology(gpus=8, cards=4)
     assert [links.site(Place(0, index)).card for index in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [links.site(Place(node)).card for node in (0, 0, 1, 0, 0, 0)] == [0, 1, 0, 2, 3, 0]

@@ -50,7 +50,6 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def close(self) -> None:
-        """End Chromium and all that it started."""
         os.close(self._out)
         try:
             self._process.wait(10)
@@ -74,7 +73,6 @@ class Browser:
                 self.events.append(answer)
 
     def evaluate(self, expression: str) -> Any:
-        """Return the value of *expression* in the page."""
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
@@ -95,7 +93,6 @@ class Browser:
         self.wait(f"Number(document.documentElement.dataset.drawn || 0) === {count}")
 
     def wait(self, condition: str) -> None:
-        """Wait until *condition* holds in the page."""
         end = time.monotonic() + SILENCE
         while not self.evaluate(condition):
             assert time.monotonic() < end, f"not within {SILENCE:g} s: {condition}"

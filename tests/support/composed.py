@@ -8,6 +8,5 @@ from pdsim.config.compose import CommandLine, initialized, plain
 
 @cache
 def composed(*words: str) -> Config:
-    """Return the configuration that *words* choose."""
     with initialized(line := CommandLine()):
         return load(plain(line, words))

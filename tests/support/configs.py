@@ -25,25 +25,14 @@ MACHINE = Machine(
     sources={"gpu.memory": "datasheet: of the card", "host.memory": "assumed: as in the shop"},
 )
 EIGHT = replace(MACHINE, gpus=8)
-LOOPBACK = replace(
-    MACHINE,
-    name="loopback",
-    vendor="cpu",
-    gpus=0,
-    gpu=None,
-    interconnect=Interconnect(kind="none", rate=0.0),
-    host=Host(memory=1 << 30, memory_rate=20e9, tcp_rate=3e9, tcp_latency=50e-6),
-)
+HOST = Host(memory=1 << 30, memory_rate=20e9, tcp_rate=3e9, tcp_latency=50e-6)
+HOSTS = {"gpus": 0, "gpu": None, "interconnect": Interconnect(kind="none", rate=0.0)}
+LOOPBACK = replace(MACHINE, name="loopback", vendor="cpu", host=HOST, **HOSTS)
 """This machine, as real engines on host memory are run on it."""
 
-ENGINE = Engine(
-    name="fast",
-    implementation="fast",
-    vendors=("nvidia",),
-    intra=EngineModel(path="nvlink", call=5e-6, descriptor=1e-6, overlap=False, latency=0.0),
-    inter=None,
-    sources={"intra.call": "measured: on a bench"},
-)
+INTRA = EngineModel(path="nvlink", call=5e-6, descriptor=1e-6, overlap=False, latency=0.0)
+BENCH = {"intra.call": "measured: on a bench"}
+ENGINE = Engine(name="fast", implementation="fast", vendors=("nvidia",), intra=INTRA, inter=None, sources=BENCH)
 LLM = Llm(name="tiny", parameters=1e6, active=1e6, layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16)
 
 

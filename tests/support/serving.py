@@ -59,7 +59,6 @@ class Served(NamedTuple):
 
     @property
     def statuses(self) -> list[str]:
-        """Return how each request ended."""
         return [row["status"] for row in self.rows]
 
     def account(self, rank: str) -> tuple[int, int, int]:
@@ -125,8 +124,6 @@ def tabled(
 
 
 class Killing:
-    """A model on which ranks are ended by force."""
-
     def __init__(self, model: Model, kill: Mapping[str, float]) -> None:
         self.model, self.kill = model, kill
 
@@ -142,12 +139,10 @@ def serve(config: Config, kill: Mapping[str, float] = {}) -> Result:
 
 
 def values(result: Result) -> dict[str, Any]:
-    """Return the metrics of *result* by name."""
     return {metric.name: metric.value for metric in result.summary}
 
 
 def rows(result: Result) -> list[dict[str, Any]]:
-    """Return the requests of *result*, a row each."""
     columns = result.requests
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
@@ -170,6 +165,5 @@ def on_loopback(
 
 def quarantined(result: Result) -> int:
     """Return the pages that leaders of *result* had in quarantine at the end."""
-    assert result.outcome is not None
     leaders = [rank.value for name, rank in result.outcome.ranks.items() if name.endswith(".0") and rank.value]
     return sum(value["quarantined_pages"] for value in leaders)

@@ -4,8 +4,6 @@ import pytest
 
 
 class InThisProcess:
-    """An executor that spares the test the start of processes."""
-
     def run(self, measure, points):
         yield from map(measure, points)
 

@@ -21,7 +21,6 @@ from tests.test_cli import QUICK
 
 @pytest.fixture
 def points(tmp_path):
-    """Six points, whose words name a folder for marks."""
     return [Point(name=f"p{number}", words=(f"mark={tmp_path}", f"seed={number}")) for number in range(6)]
 
 
@@ -34,7 +33,6 @@ def square(point):
 
 
 def dies(point):
-    """Kill its own process, a worker, at the point p3."""
     if point.name == "p3":
         os.kill(os.getpid(), signal.SIGKILL)
     return square(point)
@@ -60,7 +58,6 @@ def by_name(rows):
 
 @pytest.fixture(scope="module")
 def ray():
-    """Ray on this machine, with two workers."""
     ray = pytest.importorskip("ray", reason="needs ray")
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield ray

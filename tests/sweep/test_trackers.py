@@ -30,7 +30,7 @@ def test_each_point_is_told_also_of_an_earlier_call(tmp_path):
     assert all(row["metrics"]["ttft_p50_s"] > 0 for row in told)
 
 
-def test_a_tracker_that_fails_is_a_warning_and_the_sweep_goes_on(tmp_path):
+def test_a_failing_tracker_warns_and_the_sweep_continues(tmp_path):
     calls = []
 
     def fails(row):

@@ -36,7 +36,6 @@ def free_port() -> int:
 
 
 def start(folder: Path, key: str = "", port: int = 0) -> Llama:
-    """Start a server and wait until it answers."""
     port = port or free_port()
     command = [sys.executable, tiny_server.__file__, str(folder), str(port), key]
     with (folder / "server.log").open("wb") as log:

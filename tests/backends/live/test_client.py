@@ -34,7 +34,6 @@ def serve(tmp_path):
 
 @pytest.fixture
 def at_llama(llama, serve):
-    """Serve requests on the shared server, with more words of the configuration."""
     return lambda words, *requests: serve(config(f"live.url={llama.url}", *words), *requests)
 
 
@@ -65,7 +64,7 @@ def test_prompts_of_equal_hash_ids_hit_the_servers_prefix_cache(at_llama):
     assert cached[2] < 16
 
 
-def test_a_text_is_counted_by_the_server_and_may_be_too_long(at_llama):
+def test_a_text_is_counted_by_the_server_or_too_long(at_llama):
     long, short = at_llama(["live.prompts=text"], Request(0.0, 3000, 4), Request(0.0, 20, 4)).rows
     assert long.status.startswith("HTTP 400: server0: ")
     assert "context size" in long.status
@@ -99,7 +98,7 @@ def test_the_key_comes_from_the_environment(make_llama, serve, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_server_that_dies_and_comes_back_leaves_rows_with_reasons(make_llama, serve):
+def test_a_server_that_dies_and_returns_leaves_rows_with_reasons(make_llama, serve):
     port = free_port()
     server = make_llama(port=port)
     requests = [Request(0.0, 10, 2), Request(1.0, 1000, 1000), Request(3.0, 10, 2), Request(12.0, 10, 2)]

@@ -28,11 +28,17 @@ def flags(launch):
     return " ".join(words), {k: v for k, v in launch.environment.items() if k not in common}
 
 
-def test_every_server_sees_all_gpus_its_own_first():
+def test_servers_see_all_gpus_and_have_their_own_ports():
     prefill, decode = made("vllm", "parallel.decode.tp=2", "backend=nixl")
     assert (prefill.gpus, decode.gpus) == ((0,), (1, 2))
     assert prefill.environment["CUDA_VISIBLE_DEVICES"] == "0,1,2"
     assert decode.environment["CUDA_VISIBLE_DEVICES"] == "1,2,0"
+    servers = made("vllm", "parallel.prefill.instances=2", "backend=nixl")
+    assert [one.name for one in servers] == ["prefill0", "prefill1", "decode0"]
+    assert [one.port for one in servers] == [30100, 30101, 30102]
+    assert [one.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] for one in servers] == ["30600", "30620", "30640"]
+    first, second, _ = made("sglang", "parallel.prefill.instances=2", "backend=nixl")
+    assert (first.bootstrap_port, second.bootstrap_port) == (31000, 31001)
 
 
 @pytest.mark.parametrize(
@@ -82,15 +88,6 @@ def test_gpus_are_tp_times_pp_times_cp_of_each_instance(words, gpus):
 def test_a_router_stands_before_several_servers(engine, words, command):
     config = compose([*PAIR, f"engine={engine}", f"live.engine={engine}", "backend=nixl", *words])
     assert router(config, engine, launches(config, engine, Path("m"))) == command
-
-
-def test_ports_of_all_servers_differ():
-    servers = made("vllm", "parallel.prefill.instances=2", "backend=nixl")
-    assert [one.name for one in servers] == ["prefill0", "prefill1", "decode0"]
-    assert [one.port for one in servers] == [30100, 30101, 30102]
-    assert [one.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] for one in servers] == ["30600", "30620", "30640"]
-    first, second, _ = made("sglang", "parallel.prefill.instances=2", "backend=nixl")
-    assert (first.bootstrap_port, second.bootstrap_port) == (31000, 31001)
 
 
 BASE = (

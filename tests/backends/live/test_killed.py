@@ -94,13 +94,8 @@ def test_a_killed_validation_compares_what_had_ended(tmp_path, seed, capfd):
     assert f"the run ended early: these are {count} of {COUNT + 6} requests" in capfd.readouterr().out
     assert ended <= count < COUNT + 6
     assert [*run] == ["warmup-20", "single-20", "load-1"]
-    again = [
-        "experiment.loads=[1.0]",
-        "model=tiny",
-        "hw=loopback",
-        f"experiment.stored={folder}",
-        f"output={tmp_path}/again",
-        "--json",
-    ]
-    main(["validate", *again])  # latencies of a server that computes nothing are not those of the model
+    again = ["experiment.loads=[1.0]", "model=tiny", "hw=loopback", f"experiment.stored={folder}", "--json"]
+    main(
+        ["validate", *again, f"output={tmp_path}/again"]
+    )  # latencies of a server that computes nothing are not those of the model
     assert json.loads(capfd.readouterr().out)["metrics"]["error_e2e_p50"]["value"] > 0

@@ -62,7 +62,7 @@ BROKEN = "print('WARNING OSError: later'); raise RuntimeError('no such model')"
         (STUBBORN, 0.5, r"server0 did not answer within live.ready=0.5 s"),
     ],
 )
-def test_a_server_that_does_not_come_up_says_why_and_ends(tmp_path, code, ready, reason):
+def test_a_server_that_fails_to_start_says_why_and_ends(tmp_path, code, ready, reason):
     server, seen, before = launch("server0", sys.executable, "-c", code), set(), set(psutil.Process().children())
 
     def look(_):

@@ -14,14 +14,9 @@ from pdsim.results.store import load
 
 DATA = Path(__file__).resolve().parents[3] / "data" / "live"
 
-BENCH = {
-    "start_times": [100.5, 100.0, 101.0],
-    "input_lens": [20, 10, 30],
-    "output_lens": [3, 2, 0],
-    "ttfts": [0.25, 0.5, 0.0],
-    "itls": [[0.125, 0.125], [0.25], []],
-    "errors": ["", "", "Connection reset"],
-}
+LENGTHS = {"input_lens": [20, 10, 30], "output_lens": [3, 2, 0], "errors": ["", "", "Connection reset"]}
+TIMES = {"start_times": [100.5, 100.0, 101.0], "ttfts": [0.25, 0.5, 0.0], "itls": [[0.125, 0.125], [0.25], []]}
+BENCH = LENGTHS | TIMES
 METRICS = {
     "input_sequence_length": {"value": 100, "unit": "tokens"},
     "output_sequence_length": {"value": 5, "unit": "tokens"},
@@ -49,7 +44,7 @@ def read(path: Path):
     ]
 
 
-def test_vllms_benchmark_has_arrivals_tokens_and_failures(tmp_path):
+def test_benchmarks_have_arrivals_tokens_and_failures(tmp_path):
     (tmp_path / "log").write_text(json.dumps(BENCH))
     assert read(tmp_path / "log") == [
         (100.0, 10, 2, 100.5, 100.75, "ok"),
@@ -59,9 +54,6 @@ def test_vllms_benchmark_has_arrivals_tokens_and_failures(tmp_path):
     lines = observed.trace(observed.read(tmp_path / "log")).splitlines()
     rows = [tuple(json.loads(line).values()) for line in lines]
     assert rows == [(0.0, 10, 2, []), (500.0, 20, 3, []), (1000.0, 30, 1, [])]
-
-
-def test_aiperf_has_a_record_a_request_and_warms_up(tmp_path):
     (tmp_path / "log").write_text("".join(json.dumps(record) + "\n" for record in AIPERF))
     one, two = read(tmp_path / "log")
     assert one == (2.0, 100, 5, pytest.approx(2.05), pytest.approx(2.25), "ok")
@@ -85,7 +77,7 @@ def test_other_files_are_refused_with_the_reason(tmp_path, text, kind, message):
         observed.read(tmp_path / "log", kind)
 
 
-def test_what_engines_count_of_transfers_becomes_points_that_the_model_repeats(tmp_path, capsys):
+def test_counts_of_engines_become_points_that_the_model_repeats(tmp_path, capsys):
     log = Path(__file__).parents[2] / "calibration" / "outputs" / "nixl.txt"
     assert main(["observe", str(log), "--to", str(tmp_path)]) == 0
     file = tmp_path / "nixl.samples.csv"
@@ -100,7 +92,7 @@ def test_vllms_log_has_samples_of_its_reads(tmp_path):
     assert (row.blocks, row.size, row.operation, row.seconds) == (36864, 32768, "read", 0.142053)
 
 
-def test_what_sglang_reported_is_a_run_like_that_of_the_client(tmp_path, capsys):
+def test_what_sglang_reported_is_a_run_like_any_other(tmp_path, capsys):
     rows = pq.read_table(DATA / "sglang-2xh200" / "requests.parquet").to_pylist()
     rows = [row for row in rows if row["load"] == "fixed-40"]
     log = tmp_path / "meta.jsonl"
