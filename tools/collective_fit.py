@@ -83,7 +83,7 @@ def points() -> list[GatherSample]:
 
 
 def seen(every: Sequence[GatherSample]) -> set[GatherSample]:
-    """Return those of *every* that are fitted to.
+    """Return the samples of *every* that the fit uses.
 
     Taken are every other size of each machine, from its smallest on, and every other batch in the order of its total
     bytes.  The points that remain are those that `errors` judges the fit by.
@@ -142,7 +142,7 @@ def tables() -> list[Table]:
 
 
 def errors(every: Sequence[GatherSample], models: Mapping[tuple[str, str], CollectiveModel]) -> Table:
-    """Return the error of *models*, by library and kind of memory, at what was left out.
+    """Return the error of *models*, by library and kind of memory, on samples that were held out.
 
     One row for each library, class of points and number of ranks; errors in per cent of the measured time.
     """

@@ -318,7 +318,7 @@ def part_of(line: str) -> str:
 
 
 def compare(old: Path) -> int:
-    """Print what the list in *old* has and this tree has not, and the reverse; return how many names are gone."""
+    """Print the names that are only in *old*, and only in this tree; return the number of those gone."""
     before, now = set(old.read_text("utf-8").splitlines()), set(listed())
     gone = sorted(before - now)
     for word, lines in (("gone", gone), ("new", sorted(now - before))):

@@ -99,7 +99,7 @@ class Plan:
 
     @property
     def expected(self) -> list[str]:
-        """The instances that must serve at the end: those that live, or were started again after all else."""
+        """The instances that must serve at the end: those that were not lost, or were started again."""
         given_up = [name for name, times in self.pause.items() if max(b - a for a, b in times) >= DEADLINE]
         lost = {name for name in (*self.kill, *given_up) if name not in self.restart}
         return [instance_of(name) for name in self.ranks if name not in lost]
@@ -225,7 +225,7 @@ def attempt(plan: Plan) -> JobReport:
 
 
 def job(plan: Plan) -> tuple[Processes, list[RankSpec]]:
-    """Return what *plan* is run on, and its ranks."""
+    """Return the target and the ranks of *plan*."""
     config = compose(
         f"target=real hw={'link' if plan.link else 'loopback'} backend={plan.engine} "
         f"parallel.prefill.instances={plan.prefill} parallel.decode.instances={plan.decode} "
@@ -393,7 +393,7 @@ COLUMNS = (*_JOB, *KINDS, "requests", *NUMBERS, *CHECKS, "seconds", "details")
 
 
 def row(plan: Plan, outcome: JobReport) -> dict[str, object]:
-    """Return what *outcome* says of *plan* as a row of the file, with `COLUMNS`."""
+    """Return the row of *plan* and its *outcome* in the file, with `COLUMNS`."""
     return {
         "seed": plan.seed,
         "engine_name": plan.engine,
@@ -411,7 +411,7 @@ def row(plan: Plan, outcome: JobReport) -> dict[str, object]:
 
 
 def run(seeds: range, to: Path, kind: str = "", *, loopback: bool = False, workers: int = 1) -> int:
-    """Run the jobs of *seeds* that *to* has not, append their rows, and return how many show what must not be.
+    """Run the jobs of *seeds* that *to* lacks, append their rows, and return how many have a failed check.
 
     With *kind*, one of `KINDS`, only jobs with such a fault are run; with *loopback*, only those without a link.
     *workers* jobs run at a time.
@@ -473,7 +473,7 @@ def table(files: Sequence[Path] = (STORED,)) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run what *arguments* ask for; return 1 if a job shows what must not be."""
+    """Run the command of *arguments*; return 1 if a job has a failed check."""
     parser = argparse.ArgumentParser(prog="python -m tools.faults_real")
     commands = parser.add_subparsers(dest="command", required=True)
     running = commands.add_parser("run", help="inject faults, and append what was found to a file")

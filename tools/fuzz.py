@@ -136,7 +136,7 @@ def refused_in_one_line(act: Callable[..., Any], *arguments: Any) -> None:
 
 
 class Bench:
-    """What families need that is made once: right inputs, and a folder to write into."""
+    """What families share: valid inputs, and a folder to write into."""
 
     def __init__(self, folder: Path) -> None:
         from tools import fuzz_inputs as right
@@ -288,7 +288,7 @@ def _shown(tables: Iterable[Table], out: TextIO) -> None:
 
 
 def one(bench: Bench, family: str, seed: int, number: int) -> str:
-    """Try input *number* of *family*; return "" or what is wrong with how it was taken, in one line."""
+    """Try input *number* of *family*; return "" or the finding, in one line."""
     began = time.process_time()
     try:
         FAMILIES[family](bench, Random(f"{seed}/{family}/{number}"))
@@ -300,7 +300,7 @@ def one(bench: Bench, family: str, seed: int, number: int) -> str:
 
 
 def lines() -> Iterator[str]:
-    """Yield how many inputs the runs that are kept in `RECORDS` tried, by family, and how many findings they had."""
+    """Yield the number of inputs of the runs in `RECORDS`, by family, and of their findings."""
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RECORDS.glob("*.json"))]
     done = sum((Counter(run["done"]) for run in runs), Counter[str]())
     each = ", ".join(f"{family} {count:,}" for family, count in done.most_common())

@@ -79,7 +79,7 @@ def _warm(requests: Mapping[int, Sequence[Mapping[str, str]]]) -> list[int]:
 
 
 def samples() -> list[CopySample]:
-    """Return what the records say of copies, one for each warm request that has what its kind needs."""
+    """Return the samples of copies in the records, one for each warm request that has the writes of its kind."""
     rows = []
     for way, kinds in (("1to2 staged", ("gather",)), ("2to1 staged", ("scatter", "switch"))):
         for (host, engine), writes in _requests(way).items():
@@ -108,7 +108,7 @@ def _submitted(row: Mapping[str, str]) -> float:
 
 
 def is_fitted(host: str, engine: str) -> bool:
-    """Return whether what *engine* took on *host* is fitted to."""
+    """Return whether the fit uses the times of *engine* on *host*."""
     return engine == FITTED[0] and host in FITTED[1]
 
 

@@ -136,7 +136,7 @@ class OfHost:
 
 
 def of_host(samples: Samples, hw: Machine, backend: Engine, at: str) -> OfHost:
-    """Return what pairs in *samples*, measured on one host, say of it beside the model *at* of *backend* on *hw*.
+    """Return the host factor of the host of *samples* (pairs), from the model *at* of *backend* on *hw*.
 
     One number is fitted: rates and the wire stay (`definition.on_host`).  Raise a `ConfigError` without such a model
     or for fewer than three transfers that were alone.
@@ -209,7 +209,7 @@ _OF_RAMPS = ("extra1", "first1", "extra2", "first2")
 
 
 def link_of(machine: Machine, path: str) -> tuple[str, float]:
-    """Return the key of the link that narrows *path* on *machine*, and the bytes per second that it lets through.
+    """Return the key of the narrowest link of *path* on *machine*, and its bytes/s.
 
     *path* is that of an `EngineModel`: "nvlink", "rdma", "tcp" or "shm".  Host memory lets through half its rate,
     because a copy through it reads and writes each byte.
@@ -300,7 +300,7 @@ def _plain(value: Any) -> Any:
 
 
 def parameter_table(done: Fitted) -> Table:
-    """Return what was fitted, and what the samples do not tell, which comes last.
+    """Return the fitted parameters, then those that the samples do not determine.
 
     Three columns: the dotted key, the value, and its 95 % interval or the reason why it has none.
     """
@@ -327,7 +327,7 @@ def parameter_table(done: Fitted) -> Table:
 
 
 def job_spread(samples: Samples) -> str:
-    """Return how far the jobs of *samples* are apart, in a line for people; nothing if there was one only."""
+    """Return a line about how the jobs of *samples* differ; nothing of a single job."""
     floor = points.floor(row.per_job for row in samples.rows)
     if floor is None:
         return ""
@@ -338,7 +338,7 @@ def job_spread(samples: Samples) -> str:
 
 
 def table(every: Sequence[Fitted]) -> Table:
-    """Return how far each of *every* is from what it has not seen, in all and by the bytes of a transfer."""
+    """Return the held-out errors of each of *every*, in all and by the bytes of a transfer."""
     columns = {
         "calibration": "",
         "of": "transfers of so many bytes or up to ten times as many",

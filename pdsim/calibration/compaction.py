@@ -25,7 +25,7 @@ from pdsim.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Summary:
-    """What became of a kind: rows read, sizes kept, and the errors of the rows held out (absolute, relative)."""
+    """The result for one kind: rows read, sizes kept, and absolute relative errors of the rows held out."""
 
     kind: str
     version: str

@@ -22,7 +22,7 @@ from pdsim.hardware.costs import Engine
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """How far the fit is from samples that it has not seen: relative errors of the modelled time, 0.01 is 1 %.
+    """Errors of the fit on samples held out: relative errors of the modelled time, 0.01 is 1 %.
 
     *floor* and *floor_p95* compare with *median* and *p95*: they are what remains for a model that knows the mean of
     every point, because repeated jobs differ.  They are None where there was one job only.
@@ -71,7 +71,7 @@ class Calibration:
     provenance: Mapping[str, str] = field(default_factory=dict)
 
     def factors(self, *, descriptors: int = 0, nbytes: int = 0, gpus: int = 0) -> dict[str, float]:
-        """Return by which factor each lies outside the samples; what is inside, or 0 for unknown, is left out.
+        """Return the factor by which each lies outside the samples, without those inside and unknown ones (0).
 
         ``"hosts"`` is there for a `host` that is slower or quicker than any that is known.
 
@@ -96,7 +96,7 @@ class Calibration:
 
 
 def widening(factor: float) -> float:
-    """Return how many times as wide an interval is *factor* times beyond the samples of a calibration.
+    """Return the factor by which an interval widens *factor* times beyond the samples of a calibration.
 
     It grows by as much again with each doubling, ``1 + log2(factor)``: a rule, not a measurement.
 

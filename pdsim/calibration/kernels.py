@@ -37,7 +37,7 @@ _BEST = {"prefill": (*_FULL, ""), "mla_prefill": (*_FULL, "absorbed"), "decode":
 
 @dataclass(frozen=True)
 class Errors:
-    """How far off *what* is: the model's seconds over the measured ones, less 1, of *count* rows."""
+    """Errors of *what*: the model's seconds over the measured ones, less 1, of *count* rows."""
 
     what: str
     count: int
@@ -76,7 +76,7 @@ def rows_of(texts: Iterable[Mapping[str, str]]) -> list[Row]:
 
 
 def fit(rows: Sequence[Row], peaks: Peaks, gpu: str = "") -> KernelFit:
-    """Return what fits *rows* of a GPU with these *peaks*, and its errors.
+    """Return the kernels fitted to *rows* of a GPU with these *peaks*, and their errors.
 
     Every second size of an operator is held out, and all whole forwards: these test that the sum of operators is
     right.  A model is left out in turn where the others have products and attention to fit to.  Raise a

@@ -55,7 +55,7 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Guards that can be left out."""
+    """Checks that can be turned off."""
 
     plausible: bool = True  # refuse quantities that nothing has: `pdsim.config.quantities.BOUNDS`
 
@@ -73,7 +73,7 @@ class ExperimentOptions:
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        """Return the options of *config*, which are of this class; raise a `ConfigError` if they are another's."""
+        """Return the options of *config*, of this class; raise a `ConfigError` if they are of another one."""
         if not isinstance(config.experiment, cls):
             raise ConfigError(
                 f"experiment={config.experiment.name} has options of its own, not those of {cls.__module__}; set "
@@ -641,7 +641,7 @@ def _parts(config: Config) -> Iterator[_Part]:
 
 
 def as_written(config: Config) -> dict[str, Any]:
-    """Return *config* as `load` takes it; what is below the top level is shared with later answers."""
+    """Return *config* as `load` takes it; values below the top level are shared with later answers."""
     return {part.key: part.plain for part in _parts(config)}
 
 
@@ -651,7 +651,7 @@ def config_yaml(config: Config) -> str:
 
 
 def canonical(config: Config, *without: str) -> str:
-    """Return all that *config* says but the top-level keys *without*, as JSON whose keys are sorted.
+    """Return *config* without the top-level keys *without*, as JSON with sorted keys.
 
     Equal configurations give equal texts, in every process: a sweep names its points by a hash of it.
     """

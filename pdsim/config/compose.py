@@ -52,7 +52,7 @@ class CommandLine:
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """The folders of one's own that have groups."""
+        """The user's folders of configuration groups."""
         return (Path(self.folder),) if self.folder else ()
 
     @property
@@ -78,7 +78,7 @@ def composed(line: CommandLine) -> Config:
 
 
 def typed(values: DictConfig) -> Config:
-    """Return the typed configuration of *values*, which Hydra composed for an application of one's own.
+    """Return the typed configuration of *values*, which Hydra composed for a user's application.
 
     The keys ``hydra`` and ``app`` are the application's.  Numbers that differ from what machine, backend, model and
     others are by name count as set by hand.  Raise a `ConfigError`.
@@ -282,7 +282,7 @@ def _raw(line: CommandLine, words: Sequence[str]) -> DictConfig:
 
 
 def places(line: CommandLine) -> list[str]:
-    """Return the override that tells Hydra where groups are beside the primary configuration; none if nowhere."""
+    """Return the override that names Hydra further places of groups; [] if there are none."""
     urls = [f"file://{folder.resolve()}" for folder in line.folders if folder.resolve() != line.home]
     urls += [
         f"pkg://{package}" for package in plugins.folders() if package != "conf" or (line.home and not line.path)
@@ -300,7 +300,7 @@ def resolved(values: DictConfig) -> dict[str, Any]:
 
 
 def load(values: dict[str, Any], words: Sequence[str], folders: Sequence[Path] = ()) -> Config:
-    """Return *values*, which *words* were composed to with *folders* of one's own, typed and checked.
+    """Return *values*, composed of *words* and the user's *folders*, typed and checked.
 
     Raise a `ConfigError` with a line for each mistake.
     """
@@ -374,7 +374,7 @@ def set_keys(overrides: Iterable[str]) -> list[str]:
 
 
 def leaves(overrides: Iterable[str]) -> list[str]:
-    """Return the dotted keys whose values *overrides* say: ``a={b: 1}`` sets ``a.b``."""
+    """Return the dotted keys that *overrides* give values: ``a={b: 1}`` sets ``a.b``."""
     keys: list[str] = []
     for text in overrides:
         key, value = text.partition("=")[0].lstrip("+~"), None
@@ -424,7 +424,7 @@ def _hint(word: str, known: Mapping[str, Sequence[str]]) -> str:
 
 
 def explain(error: BaseException) -> str | None:
-    """Return the message to a user of *error*, which Hydra raised as it composed; None if it is not a refusal."""
+    """Return a user's message for *error*, which Hydra raised in a composition; None if it is no refusal."""
     from hydra.errors import HydraException, MissingConfigException, OverrideParseException
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
     from yaml import YAMLError  # type: ignore[import-untyped]  # comes with omegaconf, its stubs do not

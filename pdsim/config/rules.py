@@ -45,7 +45,7 @@ def check(config: Config) -> None:
 
 
 def notes(config: Config, typed: Iterable[str]) -> list[str]:
-    """Return a line for each thing that a run of *config* should say, though it is not wrong.
+    """Return a line for each remark on *config*, which can be run all the same.
 
     Among them are options of a backend that were *typed* and that the model does not look at.
     """
@@ -508,7 +508,7 @@ def _tenants(workload: Workload, context: int) -> Iterator[str]:
 
 
 def placement(config: Config) -> Iterator[str]:
-    """Yield what is wrong with where *config* places prefill and decode instances on its machine."""
+    """Yield each problem of the placement of prefill and decode instances on the machine of *config*."""
     hw, backend, parallel = config.hw, config.backend, config.parallel
     if hw.prefill and (config.target != "model" or not hw.gpus or getattr(config.experiment, "colocated", False)):
         yield f"hw.prefill={hw.prefill} has target=model, GPUs and a disaggregated deployment; leave hw.prefill out"

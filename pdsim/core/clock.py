@@ -31,7 +31,7 @@ LAST = NORMAL + 1
 
 
 def fire(event: Any, value: Any = None, ok: bool = True) -> None:
-    """Trigger *event* and run its callbacks here and now, where `Event.succeed` would take a turn of the queue.
+    """Trigger *event* and run its callbacks now; `Event.succeed` would take a turn of the queue.
 
     Only a callback may call it, never a process.  With ``ok=False``, *value* is the exception that the event, which
     must be defused, fails with.  On a paused rank the callbacks run at the end of the pause.
@@ -54,7 +54,7 @@ Due = tuple[Any, ...]
 
 
 class EventQueue:
-    """What is due on a clock, or on the clocks of one job, by time, priority and number; and the time that it is."""
+    """The events of a clock, or of the clocks of one job, by time, priority and number; and the current time."""
 
     __slots__ = ("ahead", "now", "number")
 
@@ -64,14 +64,14 @@ class EventQueue:
         self.ahead: list[Due] = []  # a heap
 
     def peek(self) -> float:
-        """Return the time of what is due next; infinity if there is nothing."""
+        """Return the time of the next event; infinity if there is none."""
         if not self.ahead:
             return inf
         at: float = self.ahead[0][0]
         return at
 
     def take(self) -> Due:
-        """Remove what is due next, and let it be its time.  Raise an `EmptySchedule` if there is nothing."""
+        """Remove the next event, and set the time to its own.  Raise an `EmptySchedule` if there is none."""
         if not self.ahead:
             raise EmptySchedule
         due = heappop(self.ahead)
@@ -221,7 +221,7 @@ class _Moment(Event):
 
 
 def process_event(event: Any) -> BaseException | None:
-    """Call the callbacks of *event*; return what it failed with if nobody has handled that."""
+    """Call the callbacks of *event*; return its exception if nobody has handled that."""
     callbacks, event.callbacks = event.callbacks, None
     for callback in callbacks:
         callback(event)
@@ -424,12 +424,12 @@ class WallClock(Clock):
         os.eventfd_write(self._wake, 1)
 
     def settle(self) -> None:
-        """Do what is for idle times, if it is due, until it has finished."""
+        """Run deferred housekeeping, if it is due, to its end."""
         while self.idle is not None and (now := self.now) >= self._idle_due:
             self._idle_due = now + self.idle()
 
     def close(self) -> None:
-        """Give the clock's descriptors back."""
+        """Close the clock's descriptors."""
         self._epoll.close()
         os.close(self._wake)
 
@@ -565,7 +565,7 @@ class ExpiringMap(Generic[Value]):
         self._values: dict[int, tuple[float, Value]] = {}
 
     def __len__(self) -> int:
-        """Return how many are remembered, some of them too old."""
+        """Return the number of values, expired ones that are still here included."""
         return len(self._values)
 
     def __contains__(self, key: int) -> bool:
@@ -581,11 +581,11 @@ class ExpiringMap(Generic[Value]):
             del self._values[oldest]
 
     def get(self, key: int) -> Value | None:
-        """Return what is remembered for *key*, or None."""
+        """Return the value of *key*, or None."""
         return self._values[key][1] if key in self else None
 
     def pop(self, key: int) -> Value | None:
-        """Return what is remembered for *key*, or None, and forget it."""
+        """Return the value of *key*, or None, and forget it."""
         value = self.get(key)
         self._values.pop(key, None)
         return value
