@@ -292,6 +292,20 @@ def test_a_documented_default_of_an_engine_is_what_composes(engine, version, key
         assert found == pytest.approx(float(value), abs=0.002) if key.endswith("fraction") else str(found) == value
 
 
+@pytest.mark.parametrize(
+    ("words", "tokens"),
+    [
+        ("experiment=serve experiment.deployment=colocated", 8192),
+        ("experiment=validate_live live.layout=colocated", 8192),
+        ("experiment=serve experiment.deployment=colocated model=deepseek-v3 parallel=tp8", 0),
+        ("experiment=serve", 0),
+    ],
+)
+def test_colocated_prompts_of_sglang_run_in_graphs(words: str, tokens: int):
+    config = composed("engine=sglang", "hw=8xh200", "model=qwen3-8b", *words.split())
+    assert config.compute.graph_tokens == tokens
+
+
 def test_every_setting_of_every_release_is_documented():
     rows = {(engine, version, key) for engine, version, key, *_ in DOCUMENTED}
     settings = {

@@ -73,7 +73,7 @@ class Compute:
     latent_latency: Seconds = 0.0
     # times as long as the mean host of data/live (0.6 to 1.5) this one takes to launch an eager prefill from a table
     launch_factor: Positive = 1.0
-    # tokens of an iteration up to which prompts run in CUDA graphs, without launches (vLLM compiled: 512); 0: eager
+    # tokens of an iteration up to which prompts run in CUDA graphs, without launches; 0: eager
     graph_tokens: NotNegativeInt = 0
     # kernels of attention: those of the table or profile, or Triton's (SGLang's --attention-backend triton)
     attention: Annotated[str, "one of '', triton"] = ""
@@ -103,6 +103,10 @@ NORM_REDUCED = ("H100", "H200", "B200", "B300", "GB200", "GB300")
 
 _LONGEST = 64 << 8
 """Tokens of an iteration's prompts up to which one curve has all operators; beyond it experts' products split."""
+
+
+PIECES = 0.5
+"""Of an eager prefill's launches, those of attention and of SGLang's CUDA graphs around it: H200 and H100 alike."""
 
 
 NETWORK_HOP = 5e-6
@@ -249,6 +253,7 @@ def forward_time(model: Llm, machine: Machine, compute: Compute, side: Side, dir
         scale=compute.scale,
         stages=side.pp,
         exchange=exchange(model, machine, compute, side.ep, side.dp, direct) if side.ep > 1 else Exchange(),
+        graph_tokens=compute.graph_tokens,
     )
 
 
@@ -321,8 +326,11 @@ class OperatorForward:
         if mean and mean != tokens:
             linear += self._own(tokens) - self._own(mean)
         seconds = (linear + self._attention_layers * self._attention(taken)) / self.share
-        if tokens > self.graph_tokens and seconds < self._launching:
-            seconds = self._launching
+        launching = (
+            self._launching if tokens > self.graph_tokens else PIECES * self._launching if self.twelve else 0.0
+        )
+        if seconds < launching:
+            seconds = launching
         return self.scale * (seconds + self._around)
 
     def step(self, batch: int) -> float:
@@ -382,7 +390,7 @@ class OperatorForward:
         table = published.table(name) if name.startswith(published.WHOLE) else tables.read(name)
         return Lookup(
             table, self.model, self._heads, self._kv_heads, self.kernels.imbalance, self.kernels.prefill_by_heads,
-            fused=self.graph_tokens > 0,
+            fused=self.graph_tokens > 0 and not self.twelve,
         )  # fmt: skip
 
     @cached_property

@@ -89,6 +89,7 @@ class ForwardTime:
     scale: float  # of the whole
     stages: int = 1  # of a pipeline, that a token passes one after the other; the rest is of one of them
     exchange: Exchange = field(default_factory=Exchange)  # tokens on their way to experts of other ranks
+    graph_tokens: int = 0  # of an iteration that is launched as one
 
     def prefill(self, pieces: Iterable[tuple[int, int]], mean: int = 0) -> float:
         """Return the seconds of an iteration over *pieces*, each with so many tokens of context and so many new.

@@ -69,8 +69,13 @@ def _size(sizes: _Sizes, config: Any) -> tuple[float, int, int, int]:
     return next(row for row in sizes if _mebibytes(config) < row[0] * 1024)
 
 
+def _colocated(config: Any) -> bool:
+    live = config.experiment.name == "validate_live" and config.live.layout == "colocated"
+    return live or getattr(config.experiment, "colocated", False)
+
+
 def _sides(config: Any) -> tuple[tuple[str, Side], ...]:
-    if getattr(config.experiment, "colocated", False):
+    if _colocated(config):
         return (("null", config.parallel.prefill),)
     return ("prefill", config.parallel.prefill), ("decode", config.parallel.decode)
 
@@ -115,6 +120,13 @@ def _sglang_memory(sizes: _Sizes, by_mode: bool, config: Any) -> float | None:
         return None
     with_aiter = config.hw.vendor == "amd" and config.model.attention != "mla" and config.model.context > 8192
     return round(min(fractions) * (0.85 if with_aiter else 1.0), 6)
+
+
+def _sglang_graphs(config: Any) -> int:
+    # steps with prompts run in pieces of CUDA graphs, unless they are of latent attention or of a pair of servers
+    side = config.parallel.prefill
+    plain = side.dp == side.pp == side.cp == 1 and config.hw.vendor == "nvidia" and config.model.attention != "mla"
+    return int(config.scheduler.chunk) if _colocated(config) and plain else 0
 
 
 def _prefill_graphs(most: int) -> int:
@@ -192,6 +204,7 @@ RELEASES: Mapping[str, Mapping[str, tuple[Setting, ...]]] = {
             Setting("scheduler.decode_batch", _sglang_batch, "--max-running-requests", _RUNNER),
             Setting("scheduler.prefill_batch", _same_batch, "--prefill-max-requests", _ARGS),
             Setting("backend.policy.grouping", "runs", "group_concurrent_contiguous", _NIXL),
+            Setting("compute.graph_tokens", _sglang_graphs, "--piecewise-cuda-graph-max-tokens", _ARGS),
         ),
         "0.5.23": (
             Setting("scheduler.chunk", partial(_sglang_chunk, _NEWER_SIZES), "--chunked-prefill-size", _MEMORY),
@@ -255,7 +268,7 @@ def release(name: str, version: str) -> str:
 
 def of_servers(config: Any) -> str:
     """Return the engine whose pairs of prefill and decode servers *config* models: vllm or sglang; "" of others."""
-    pair = config.hw.gpus and not getattr(config.experiment, "colocated", False)
+    pair = config.hw.gpus and not _colocated(config)
     name = family(config.engine.name)
     return name if pair and name in ("vllm", "sglang") else ""
 

@@ -428,7 +428,9 @@ def _whole(engine: str, by_side: Mapping[str, Server], instances: Mapping[str, i
         config["engine.mixed"] = "true"
     if engine == "vllm":
         config["compute.graph_tokens"] = _graph_tokens(prefill.flags)
-    elif "triton" in (decode.flags.get(f"{side}attention-backend") for side in ("decode-", "")):
+    elif "disable-piecewise-cuda-graph" in prefill.flags:
+        config["compute.graph_tokens"] = 0
+    if engine == "sglang" and "triton" in (decode.flags.get(f"{side}attention-backend") for side in ("decode-", "")):
         config["compute.attention"] = "triton"
     if "deepep" in decode.flags.get("moe-a2a-backend" if engine == "sglang" else "all2all-backend", ""):
         config["compute.exchange_by"] = "deepep"

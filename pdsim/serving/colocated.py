@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from simpy.events import Event
 
+from pdsim.compute.forward import PIECES
 from pdsim.compute.roofline import ForwardTime
 from pdsim.core.clock import Clock
 from pdsim.kv.messages import Submit
@@ -60,7 +61,8 @@ class _Service(RankProcess):
         self.arrivals = Arrivals(self, requests, job.hashed, self._arrive, self._end_if_done)
         self.load = dict.fromkeys(instances(job), 0)
         self.policy = router_policy(job.policy)
-        both = replace(job.engine.prefill, answer_token=job.engine.decode.answer_token)
+        prefill = job.engine.prefill
+        both = replace(prefill, arrive=prefill.arrive + prefill.admit, answer_token=job.engine.decode.answer_token)
         self.host = SchedulerHost(both, job.engine.variation, job.seed, "colocated")
         self.last = SchedulerHost(job.engine.decode, job.engine.variation, job.seed, "colocated.last")
         device: Any = rank.device  # of the model: `experiments.serve` refuses others
@@ -175,8 +177,10 @@ def stepping_together(clock: Clock, groups: Sequence[ColocatedEngine]) -> Progra
 
 def _launch(job: Deployment) -> float:
     # Operators know their launches; of a roofline's forward the engine does.
-    own = isinstance(job.prefill_time, ForwardTime)
-    return job.engine.prefill.launch * job.layers("prefill0") if own else 0.0
+    time = job.prefill_time
+    if not isinstance(time, ForwardTime):
+        return 0.0
+    return (PIECES if time.graph_tokens >= job.chunk else 1.0) * job.engine.prefill.launch * job.layers("prefill0")
 
 
 class ColocatedEngine:
