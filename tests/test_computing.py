@@ -21,6 +21,7 @@ OPERATORS = (*COLOCATED, "compute=operators"), (*COLOCATED, "compute=h100_vllm")
         (("model=qwen3-8b", "engine=vllm26"), "h200_fa3", "pdsim's own measurement of qwen3-8b, engine=vllm, on"),
         (("model=qwen3-8b", "engine=sglang"), "h200_triton", "pdsim's own measurement of qwen3-8b, engine=sglang"),
         (("model=qwen3-8b", "engine=generic"), "h200_torch", "pdsim's own measurement of qwen3-8b, engine=generic"),
+        ((*COLOCATED, "model=qwen3-8b", "engine=vllm"), "h200_vllm", "published operators of vllm on H200, table of"),
         (("model=qwen3-32b", "engine=vllm"), "h200_vllm", "published operators of vllm on H200, table of SHA-256 "),
         (("hw=8xb200",), "b200_sglang", "published operators of sglang on B200, table of SHA-256 "),
         (
@@ -86,7 +87,7 @@ def test_auto_keeps_keys_and_minds_the_type_of_weights():
     compute = compose([*PAIR, "model=qwen3-32b", *by_hand]).compute
     assert (compute.name, compute.overhead) == ("h200_sglang_table", 1e-3)
     assert compute.kernels.table == "h200_sglang_table"
-    words = ["hw=1xh200", "engine=vllm", "model=qwen3-8b", "experiment.deployment=colocated", "parallel=tp1"]
+    words = [*PAIR, "engine=vllm", "model=qwen3-8b"]
     assert compose(words).compute.name == "h200_fa3"
     assert compose([*words, "model.dtype_bytes=1"]).compute.name == "h200_vllm"
 

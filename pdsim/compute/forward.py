@@ -104,14 +104,11 @@ NORM_REDUCED = ("H100", "H200", "B200", "B300", "GB200", "GB300")
 _LONGEST = 64 << 8
 """Tokens of an iteration's prompts up to which one curve has all operators; beyond it experts' products split."""
 
-
 PIECES = 0.5
 """Of an eager prefill's launches, those of attention and of SGLang's CUDA graphs around it: H200 and H100 alike."""
 
-
 NETWORK_HOP = 5e-6
 """Seconds of a step of an all-reduce between nodes: NCCL, src/graph/tuning.cc, hwLat of a tree with LL."""
-
 
 GATHER = 14e-6
 """Seconds of NCCL's all-gather, and of its reduce-scatter, of few tokens on 8 H200 (aiconfigurator, 2.29.2)."""

@@ -446,7 +446,8 @@ def _candidates(config: Any, folders: Sequence[Path]) -> Iterator[tuple[dict[str
             if _gpu(content) == gpu and model in content.get("measured_of", [model]):
                 yield {**content, "name": path.stem}, f"{OWN} of {gpu}, {path}"
     shipped = [_content(path) for path in sorted((plugins.conf() / "compute").glob(f"{gpu.lower()}_*.yaml"))]
-    for content in shipped:
+    # which are of pairs, whose prompts were launched kernel by kernel
+    for content in () if _colocated(config) and config.compute.graph_tokens else shipped:
         kind = content.get("engine", "generic")  # vllm26 is of the family vllm
         measured = model in content.get("measured_of", ()) and _released(config.model)
         if _gpu(content) == gpu and engine.startswith(kind) and measured:
