@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 
 from experiments.handoff import HandoffOptions, Way, check, run, specs
+from experiments.validate.steps import values
 from pdsim.config import Config
+from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError
+from pdsim.core.files import data
 from pdsim.core.progress import silent
 from pdsim.hardware.machine import Copies
 from pdsim.kv.policy import Policy
@@ -16,6 +19,7 @@ from pdsim.results.record import Result
 from pdsim.serving.settings import Kv
 from pdsim.sim.model import Model
 from pdsim.transfer.job import Place, Target
+from pdsim.validation.sealed import values_in
 from tests.support.configs import EIGHT, LOOPBACK, make_config
 from tests.support.engines import MARKED, engine, make_target
 from tests.support.serving import GQA
@@ -98,3 +102,16 @@ def test_real_bytes_arrive_as_they_were_sent(name):
     result = rows(measure(real, make_target(name)))
     assert [(row["path"], row["n"], row["status"]) for row in result] == [("sliced", 2, "ok"), ("staged", 2, "ok")]
     assert [row["bytes"] for row in result] == [row["bytes"] for row in rows(measure(config))]
+
+
+def test_staged_handoffs_of_h100_take_what_was_measured():
+    """Planning a descriptor takes longer than on hosts with H200: 4 x H100, three engines."""
+    measured = values_in(data("validation/nvlink-4xh100/measurements.json"), "measured")
+    words = ["hw=4xh100", "backend=nvlink", "model=llama-3.1-70b", "experiment=handoff", "experiment.paths=[staged]"]
+    words += ["experiment.tp=[1to2,2to1]", "experiment.tokens=[512,2048]", "experiment.repeat=2"]
+    config = compose([*words, "experiment.verify=false", "memory=timing", "workload=smoke"])
+    result = run(config, Model(config.hw, config.backend), silent)
+    times = {value.label: value.value for value in values("handoff", result)}
+    errors = [abs(times[one.label] / one.value - 1.0) for one in measured if one.label in times]
+    assert len(errors) == 4
+    assert sum(errors) / 4 < 0.1
