@@ -21,7 +21,7 @@ OPERATORS = (*COLOCATED, "compute=operators"), (*COLOCATED, "compute=h100_vllm")
         (("model=qwen3-8b", "engine=vllm26"), "h200_fa3", "pdsim's own measurement of qwen3-8b, engine=vllm, on"),
         (("model=qwen3-8b", "engine=sglang"), "h200_triton", "pdsim's own measurement of qwen3-8b, engine=sglang"),
         (("model=qwen3-8b", "engine=generic"), "h200_torch", "pdsim's own measurement of qwen3-8b, engine=generic"),
-        ((*COLOCATED, "model=qwen3-8b", "engine=vllm"), "h200_vllm", "published operators of vllm on H200, table of"),
+        ((*COLOCATED, "model=qwen3-8b", "engine=vllm"), "h200_vllm", "published operators of vllm on H200, table"),
         (("model=qwen3-32b", "engine=vllm"), "h200_vllm", "published operators of vllm on H200, table of SHA-256 "),
         (("hw=8xb200",), "b200_sglang", "published operators of sglang on B200, table of SHA-256 "),
         (
