@@ -123,6 +123,15 @@ def test_memory_that_is_held_waits_until_it_is_released(device):
     assert device.allocate(600).address == buffer.address
 
 
+def test_contents_are_zero_again_after_reuse(device):
+    buffer = device.allocate(4)
+    buffer.write(0, b"abcd")
+    device.free(buffer)
+    with pytest.raises(ValueError, match="has been freed"):
+        buffer.read(0, 1)
+    assert device.allocate(4).read(0, 4) == bytes(4)
+
+
 def test_contents_are_neither_kept_with_timing_nor_committed_early():
     buffer = Bench(tracked=False).device.allocate(8)
     for call in (lambda: buffer.read(0, 1), lambda: buffer.write(0, b"x")):
