@@ -30,6 +30,7 @@ from experiments.faults.settings import (
     gathering,
     on_two_nodes,
     small_ring,
+    tiered,
     with_two_sizes,
 )
 from experiments.faults.shortcuts import compared, long_prompts
@@ -89,19 +90,26 @@ KINDS = {
     "changes": "instances drain, leave, join again, and are lost",
     "sizes": "pages of two sizes",
     "drafts": "speculative decoding; descriptor lists",
-    "lags": "three kinds of messages arrive late",
+    "lags": "some messages arrive late",
     "stages": "small staging rings",
     "crowds": "growing pages run out; users leave late",
-    "runs": "long prompts, no faults; shortcuts compared",
+    "shares": "context-parallel shares of small chunks",
+    "tiers": "small tiers",
+    "halves": "a rank is killed, another stands still",
+    "runs": "long prompts; shortcuts compared",
 }
 """The kinds of faults and unusual circumstances, and their effects: the table of `docs/faults.md`.
 
 New kinds are appended: each is drawn in this order, so that the kinds of earlier seeds stay as they were."""
 
-RARE = {"router": 0.15, "silences": 0.5, "pauses": 0.5, "stages": 0.7, "runs": 0.1}
+RARE = {"router": 0.15, "silences": 0.5, "pauses": 0.5, "shares": 0.3, "tiers": 0.4, "halves": 0.4}
+RARE["runs"] = 0.1
 """By how much less likely than the others these are: little can be checked after the loss of the router."""
 
-_EXCLUDED = {"stages": {"pulls", "gathers", "sizes", "layouts", "caches"}, "crowds": {"sizes", "edges"}}
+_EXCLUDED = {
+    "stages": {"pulls", "gathers", "sizes", "layouts", "caches", "tiers", "shares"},
+    "crowds": {"sizes", "edges"},
+}
 _EXCLUDED["runs"] = KINDS.keys() - {"runs", "aborts", "hosts", "engines", "nodes"}
 """Kinds that would undo others, and do not happen beside them."""
 
@@ -177,11 +185,25 @@ _STAGED_SIDES = (
     (Side(tp=4), Side(tp=2)),
     (Side(tp=2, instances=2), Side(tp=4)),
 )
+_SEVERAL_WRITERS = (
+    (Side(tp=2), Side(tp=1)),
+    (Side(tp=4), Side(tp=2)),
+    (Side(tp=4), Side(tp=1)),
+    (Side(tp=2, instances=2), Side(tp=1)),
+    (Side(tp=1), Side(tp=2)),
+)
 _GATHER_SIDES = (
     (Side(tp=1, cp=2), Side(tp=2)),
     (Side(tp=2, cp=2), Side(tp=1)),
     (Side(tp=1, cp=4), Side(tp=1, instances=2)),
     (Side(tp=1, cp=2, instances=2), Side(tp=2)),
+)
+_SHARED_SIDES = (
+    (Side(tp=1, cp=4), Side(tp=1)),
+    (Side(tp=1, cp=3), Side(tp=2)),
+    (Side(tp=2, cp=2), Side(tp=1)),
+    (Side(tp=1, cp=2), Side(tp=1, instances=2)),
+    (Side(tp=2, cp=2), Side(tp=1, instances=2)),
 )
 _PAIRS = (  # of several instances on at least one side
     (Side(tp=1, instances=2), Side(tp=1, instances=2)),
@@ -243,6 +265,8 @@ def draw(
     kinds = [kind for kind in kinds if kind in always or not _EXCLUDED.get(kind, set()) & always]
     undone = {other for kind, others in _EXCLUDED.items() if kind in kinds for other in others}
     kinds = [kind for kind in kinds if kind not in undone]
+    if "tiers" in kinds and "caches" not in without:
+        kinds = [kind for kind in KINDS if kind in kinds or kind == "caches"]
     geometry = random("geometry")
     config = _config(seed, geometry)
     if "crowds" in kinds:
@@ -257,12 +281,16 @@ def draw(
         prefill, decode = chosen("layouts", _WIDE_SIDES)
         config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
     if {"rings", "stages"} & {*kinds}:
-        prefill, decode = chosen("rings", _STAGED_SIDES)
+        prefill, decode = chosen("rings", _SEVERAL_WRITERS if "stages" in kinds else _STAGED_SIDES)
         config = replace(config, parallel=Parallel(prefill=prefill, decode=decode), model=_LLM)
     if "nodes" in kinds:
         config = on_two_nodes(config)
     if gathers := "gathers" in kinds and not {"caches", "held"} & set(kinds):  # whose first pages are not gathered
         config = gathering(config, chosen("gathers", _GATHER_SIDES), random("gathers.memory"))
+    if "shares" in kinds and not gathers:
+        prefill, decode = chosen("shares", _SHARED_SIDES)
+        config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
+        config = replace(config, scheduler=replace(config.scheduler, chunk=6))
     if "caches" in kinds and config.model.hybrid.pattern != "a":  # a prefix cache keeps no state beside KV
         config = replace(config, model=_LLM)
     both = config.parallel.prefill, config.parallel.decode
@@ -298,25 +326,35 @@ def draw(
     if "engines" in kinds:
         engine = another_engine(engine, random("engines"))
         job = replace(job, handoff=replace(job.handoff, slices="plane"))
+    if "runs" in kinds:  # a nanosecond decides whether a stream has rested
+        paths = {name: getattr(engine, name) for name in ("intra", "inter")}
+        engine = replace(engine, **{name: path and replace(path, streams=False) for name, path in paths.items()})
     if "full" in kinds:
         engine = full_queue(engine, random("full"))
     if "caches" in kinds:
         job, requests = cached(job, requests, random("caches"))
+        if "tiers" in kinds:
+            job = tiered(job, random("tiers"))
     if "scatter" in kinds:
         prefill_pages, decode_pages = _pools(job, random("scatter"), 1.5)
         job = replace(job, prefill_pages=prefill_pages, decode_pages=decode_pages)
+    if {"scatter", "stages"} & {*kinds}:
         assert machine.gpu is not None  # it copies within its memory at the rate of a link between two of them
         machine = replace(machine, gpu=replace(machine.gpu, memory_rate=2 * machine.interconnect.rate))
     if "runs" in kinds:
         job, requests = long_prompts(job, requests, random("runs"))
     job = _longer_than_first_contact(_of_whole_blocks(job))
     cancels = _cancels(random("aborts"), count) if "aborts" in kinds else {}
+    if "stages" in kinds:
+        cancels |= _cancels(random("stages.aborts"), count, 0.3, -3.5)
     if "crowds" in kinds:
         cancels |= _cancels(random("crowds.aborts"), count, 0.5, -2.5)
     span = 50 * gap + 0.5  # independent of the number of requests: few requests meet as many faults
     ranks = [name for instance in (*job.prefills, *job.decodes) for name in job.ranks(instance)]
     faults = _faults(random, kinds, ranks, span, job.deadline)
     kill, restart = _losses(random, kinds, job, ranks, span, faults)
+    if "halves" in kinds:
+        faults = _halved(random("halves"), job, span, faults, kill, restart)
     if "stale" in kinds:
         faults = replace(faults, stale=tuple(_stale(random("stale"), ranks, kill, restart, requests[0].arrival)))
     drains = _drains(random, job, span, {*kill, *(each.rank for each in faults.absences)})
@@ -486,6 +524,7 @@ def _faults(random: Draw, kinds: Sequence[str], ranks: Sequence[str], span: floa
     # All numbers are drawn whatever *kinds* has, so that a kind which is left out changes none of the others.
     plan = random("plan")
     share, delay, late, lateness = plan.random(4).tolist()
+    late_rings = bool({"rings", "stages"} & {*kinds})
     rank, gpu = ranks[int(plan.integers(len(ranks)))], int(plan.integers(len(ranks)))
     (begin, long, factor), (start, length, way) = plan.random((2, 3)).tolist()
     slow = Slow(rank, begin * span, (begin + long) * span, 1.0 + 50.0 * factor)
@@ -501,10 +540,10 @@ def _faults(random: Draw, kinds: Sequence[str], ranks: Sequence[str], span: floa
     return Faults(
         delayed=share if "delays" in kinds else 0.0,
         delay=10.0 ** (-4 + 2.5 * delay) if "delays" in kinds else 0.0,
-        lagging=_lagging(random("lags")) if "lags" in kinds else (),
+        lagging=_lagging(random("lags"), "stages" in kinds) if "lags" in kinds else (),
         lag=10.0 ** float(random("lags.mean").uniform(-3.5, -1.0)) if "lags" in kinds else 0.0,
-        late=0.1 * late if "late" in kinds else 0.05 if "rings" in kinds else 0.0,
-        lateness=0.5 * lateness if "late" in kinds or "rings" in kinds else 0.0,
+        late=0.1 * late if "late" in kinds else 0.05 if late_rings else 0.0,
+        lateness=0.5 * lateness if "late" in kinds or late_rings else 0.0,
         stray="stray" in kinds,
         torn="torn" in kinds,
         shuffle="shuffle" in kinds,
@@ -516,10 +555,11 @@ def _faults(random: Draw, kinds: Sequence[str], ranks: Sequence[str], span: floa
     )
 
 
-def _lagging(random: np.random.Generator) -> tuple[bytes, ...]:
+def _lagging(random: np.random.Generator, stages: bool) -> tuple[bytes, ...]:
     # The tag of a message is in its bytes, after its length (msgpack).  Ranks always say in time that they live.
     names = random.permutation([name for name in MESSAGES if name not in ("Ping", "Pong")]).tolist()
-    return tuple(bytes([0xA0 + len(name)]) + name.encode() for name in names[:3])
+    names.sort(key=lambda name: not (stages and name.startswith("Staging")))  # which occur nowhere else
+    return tuple(bytes([0xA0 + len(name)]) + name.encode() for name in (names[1:4] if stages else names[:3]))
 
 
 def _losses(
@@ -592,6 +632,28 @@ def _drains(
     fates = own.choice(["joins", "goes", "is lost"], len(chosen), p=[0.5, 0.25, 0.25]).tolist()
     later = own.uniform(0.0, DEADLINE, len(chosen)).tolist()
     return dict(zip(chosen, zip(times, seconds, fates, later, strict=True), strict=True))
+
+
+def _halved(
+    random: np.random.Generator,
+    job: Deployment,
+    span: float,
+    faults: Faults,
+    kill: dict[str, float],
+    restart: dict[str, float],
+) -> Faults:
+    # What the paused rank had posted goes on, and it does not hear that its instance is over.
+    lost = {instance_of(name) for name in (*kill, *(each.rank for each in faults.absences))}
+    able = [name for name in (*job.prefills, *job.decodes) if name not in lost and len([*job.ranks(name)]) > 1]
+    if not able:
+        return faults
+    ranks = [*job.ranks(able[int(random.integers(len(able)))])]
+    one, other = random.permutation(ranks).tolist()[:2]
+    at, before, seconds = (float(random.uniform(*ends)) for ends in ((0.0, span / 2), (-4.0, -1.5), (0.1, 1.5)))
+    pause = Pause(other, max(0.0, at - 10.0**before), at + DEADLINE * seconds)
+    kill[one] = at
+    restart |= dict.fromkeys(ranks, pause.end + 2 * DEADLINE)
+    return replace(faults, pauses=(*faults.pauses, pause))
 
 
 def _stale(

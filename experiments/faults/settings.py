@@ -113,7 +113,7 @@ def small_ring(job: Deployment, random: np.random.Generator) -> Staging:
     size, together = random.random(2).tolist()
     tokens = (job.chunk // job.page_size + 1) * job.page_size  # of the buffer
     longest = job.staging.buffer * min(1.0, LONGEST[0] / tokens)
-    ring, scatter = int(longest * 10.0 ** (0.8 * size - 0.5)), "chunk" if together < 0.7 else "writer"
+    ring, scatter = int(longest * 10.0 ** (0.8 * size - 0.5)), "chunk" if together < 0.85 else "writer"
     return replace(job.staging, ring=ring, scatter=scatter)
 
 
@@ -245,6 +245,20 @@ def cached(
             prefetch_timeout=0.01,
         )
     return replace(job, cache=cache, staging=None if cache.decode else job.staging), alike
+
+
+def tiered(job: Deployment, random: np.random.Generator) -> Deployment:
+    """Return *job*, which caches, with a host tier of one to three of the longest prompts."""
+    size, write, prefetch = random.random(3).tolist()
+    cache = replace(
+        job.cache,
+        prefill=True,
+        host=int(LONGEST[0] * (1 + 2 * size)),
+        write="through" if write < 0.6 else "selective",
+        prefetch=("none", "best_effort", "wait_complete")[int(3 * prefetch)],
+        prefetch_timeout=0.01,
+    )
+    return replace(job, cache=cache)
 
 
 CHANGES = {"limits": limited, "grows": growing, "hosts": hosted, "pulls": pulled, "routes": routed}

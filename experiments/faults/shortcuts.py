@@ -53,12 +53,13 @@ def long_prompts(
         prefill=HostCosts(**(costs | {"send": 10.0 ** (-6.0 + 2 * send)})),
     )
     notify = "write" if job.handoff.notify == "poll" else job.handoff.notify
+    queues = min(1, job.handoff.queues)  # writes of several queues end at one instant, in any order
     tokens = [40 + int((_LONGEST - 40) * share) for share in random.random(len(requests)).tolist()]
     pages = [int(job.page_count(longest) * (1.0 + 3 * more)) for longest in (_LONGEST, _LONGEST + 8)]
     job = replace(
         job,
         engine=engine,
-        handoff=replace(job.handoff, notify=notify),
+        handoff=replace(job.handoff, notify=notify, queues=queues),
         prefill_pages=pages[0],
         decode_pages=pages[1],
         staging=None,

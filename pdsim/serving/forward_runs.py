@@ -187,9 +187,21 @@ class ForwardRuns:
 
     def _end(self, run: ForwardRun) -> None:
         if not run.over.triggered:
+            if self._worker.launching is not None:
+                self._put_off(run, self._worker.launching(0.0))
             run.pass_by(inf)
             self._worker.ended()
             fire(run.over)
+
+    def _put_off(self, run: ForwardRun, late: float) -> None:
+        # The host still launches the next forward for *late* seconds, if others begin with it: then it posts.
+        if late and self._clock.now < run.turns[-1]:
+            run.turns[-1] += late
+            if run.posting and run.together:
+                self._sender.retime(run.chunk.room, run.turns)
+                self._clock.call_at(run.turns[-1], self._all_posted, run)
+            elif run.posting:
+                self._clock.call_at(run.turns[-1], self._post_next, run)
 
     # --- posting; an event that has been put off, or brought forward, comes too early or too late ---
 

@@ -7,6 +7,7 @@ of its incarnation has ended.
 """
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -51,9 +52,23 @@ class OwnershipChecker:
             return
         if member.scheduler is not None:
             self._leaders.setdefault(name, []).append(member)
+            pages: Any = member.scheduler.pages
+            pages.release = partial(self._freed, member, pages.release)
         if isinstance(member.worker, PrefillWorker) and isinstance(member.mover.sender, KvSender):
             sender: Any = member.mover.sender  # of any type, for mypy: a method of it is replaced
             sender._gather = self._watched(sender._gather)
+
+    def _freed(self, member: Any, release: Callable[..., None], room: int, **how: bool) -> None:
+        # Whoever says that nothing of a failed room moves must be right: whether or not it still lands.
+        ranks = {member.rank.name, *member.followers}
+        for name, other in self._members.items() if room in member.scheduler.pages.quarantined else ():
+            for posted in other.rank.endpoint.moving.values():
+                batch, label = posted.transfer.batch, posted.transfer.label
+                own = batch.source.owner in ranks or batch.target.owner in ranks
+                if own and label.startswith(f"{room}/") and (name, room) not in self.unused:
+                    what = f"{label} from {batch.source.owner} to {batch.target.owner} is under way"
+                    self._report("I3", f"{member.rank.name} frees the pages of room {room}, and {what}")
+        release(room, **how)
 
     def posted(self, batch: Batch, label: str) -> None:
         """Take note of a read that nobody uses: its rank posts it after its incarnation is over.
