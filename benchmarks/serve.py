@@ -57,7 +57,7 @@ CASES = {
     "8x8": Case("hw=8x8xh200", 1000.0, 43.0),  # four instances of TP8 on either side
     "vllm": Case("hw=8xh20 engine=vllm", 1000.0, 35.0),
     "layers-32k": Case("hw=8xh20 kv.layerwise=true workload.input_mean=32000", 1000.0, 165.0),
-    "mori": Case("hw=2x8xh20 backend=mori parallel=tp8", 1000.0, 115.0),
+    "mori": Case("hw=2x8xmi300x backend=mori parallel=tp8", 1000.0, 115.0),
     "crossing": Case(f"hw=2x8xh20 model=llama-3.1-8b parallel=tp8 {EIGHT}", 1000.0, 115.0),  # at decode's cards
     "chunks": Case("hw=8xh20 scheduler.chunk=1024 workload.input_mean=100000", 1000.0, 125.0),
 }

@@ -122,7 +122,7 @@ class Coming:
         self.acts = acts  # infinity while that is not known
         self.function = function
         self.item = item
-        self.others: list[tuple[Callable[[Any], None], Any]] = []
+        self.others: tuple[tuple[Callable[[Any], None], Any], ...] = ()
 
 
 class HostLatency:
@@ -162,7 +162,7 @@ class HostLatency:
             self._arrive_between(Coming(at, inf, function, item))
             return
         if at == self._latest and self._ahead:
-            self._ahead[-1].others.append((function, item))
+            self._ahead[-1].others += ((function, item),)
             return
         last = self._last
         acts = at + self._wake  # as `_acts_at`
@@ -196,7 +196,7 @@ class HostLatency:
                 return
             with_it = self._latest_of_series
             if with_it is not None and with_it.at == at and with_it.acts > at:
-                with_it.others += [(coming.function, coming.item), *coming.others]
+                with_it.others += ((coming.function, coming.item), *coming.others)
                 return
             self._catch_up(at)
             self._last = coming.acts = self._acts_at(at, self._last)
@@ -207,7 +207,7 @@ class HostLatency:
         while place and ahead[place - 1].at > at:
             place -= 1
         if place and ahead[place - 1].at == at:
-            ahead[place - 1].others.append((coming.function, coming.item))
+            ahead[place - 1].others += ((coming.function, coming.item),)
             return
         ahead.insert(place, coming)
         last = ahead[place - 1].acts if place else self._before

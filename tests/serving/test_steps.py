@@ -138,7 +138,7 @@ LATE = CardOutage(0, 0, 1e8, 1e9)
 
 
 def both(*words: str) -> tuple[Result, Result]:
-    config = composed("hw=8xh20", *LENGTHS, *words)
+    config = composed("hw=8xh20", "simulate.fold=off", *LENGTHS, *words)
     model = Model(config.hw, config.backend, seed=config.seed)
     at_once, one_by_one = (run(config, one, silent) for one in (model, replace(model, outages=[LATE])))
     assert not at_once.failures
@@ -164,7 +164,7 @@ def moved(record: TransferRecord) -> tuple[tuple[str, str, int], tuple[float, ..
 )
 def test_forwards_told_at_once_change_no_times(words):
     at_once, one_by_one = both(*words.split())
-    assert at_once.outcome.events < 0.9 * one_by_one.outcome.events
+    assert at_once.outcome.events < 0.92 * one_by_one.outcome.events
     for name, column in at_once.requests.items():
         same = [value if isinstance(value, str) else pytest.approx(value, abs=1e-7) for value in column]
         assert list(one_by_one.requests[name]) == same, name  # the longer message takes 20 ns
