@@ -444,7 +444,8 @@ class Router(RankProcess):
         request = self._rooms.get(message.room)
         if request is None or sender != request.asked:
             return
-        if not message.untouched or request.tries - request.before > self.job.retries:
+        untouched = message.untouched or (self.serial and not request.answered)  # decode was not asked to pull it
+        if not untouched or request.tries - request.before > self.job.retries:
             self._close(request, request.lost)
             return
         self._sent_again[0] += 1

@@ -57,6 +57,16 @@ def test_a_request_that_has_not_moved_changes_instance(retries, last):
     assert outcome.at_rest("prefill0.0", "decode1.0")
 
 
+def test_a_pulled_request_starts_again_until_decode_hears_of_it():
+    # prefill0 is lost while it computes: decode cannot say of a room that it does not know whether bytes have moved
+    engine = ServingEngine(handoff="pull", recompute=1, memory="grow", lease=30.0)
+    changes = {"prefill": TWO, "engine": engine, "options": {"router": "round_robin", "retries": 1}}
+    row = serve([LONG], **changes).rows[0]
+    outcome = serve([LONG], {"prefill0.0": (row["started"] + row["prefilled"]) / 2}, **changes)
+    assert (outcome.statuses, outcome.rows[0]["prefill"]) == (["ok"], "prefill1")
+    assert outcome.at_rest("prefill1.0", "decode0.0")
+
+
 def test_an_instance_ends_as_a_whole():
     outcome = serve([LONG], {"prefill0.1": 0.001}, prefill=Side(tp=2))
     assert "prefill0 is given up" in outcome.outcome.ranks["prefill0.0"].error
