@@ -341,6 +341,10 @@ class JournalFile:
         if self._file is not None:
             self._path.unlink(missing_ok=True)
 
+    def __del__(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
 
 class Journal:
     """The journals of the run in *folder*; a `pdsim.sim.model.JobJournal`."""
