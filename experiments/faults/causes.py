@@ -215,7 +215,9 @@ class Causes:
         if kind == "TransferTimeout":
             return self._slowed(past) or self._limited(status, past)
         if kind == "TransferFailed":
-            return any(room in self._broken for _, room, *_ in past.tries)
+            # layer by layer, the writes of several rooms are one sequence
+            beside = self._sharing(past) if self._scenario.job.layerwise else [past]
+            return any(room in self._broken for each in beside for _, room, *_ in each.tries)
         if kind == "SendQueueFull":
             return any(model.full == "refuse" and model.depth for model in self._models)
         return kind == "OutOfMemory" and self._short(number, past)
@@ -301,8 +303,7 @@ class Causes:
 
     def _slowed(self, past: History) -> bool:
         # A transfer of it was held up, or one before it in the queue of the engine, or a rank or link was slow.
-        beside = [other for other in self._histories if other.began <= past.ended]
-        sharing = [other for other in beside if other.instances & past.instances]
+        sharing = self._sharing(past)
         queued = sharing if any(model.full == "wait" and model.depth for model in self._models) else ()
         if any(room in self._held for other in (past, *queued) for _, room, *_ in other.tries):
             return True
@@ -310,6 +311,10 @@ class Causes:
         reached = past.instances.union(*(other.instances for other in before if other.ended >= past.began))
         spans = [span for name in reached for span in self._disturbed.get(name, ())]
         return any(span.reaches(past.began - BACKLOG, past.ended) for span in spans)
+
+    def _sharing(self, past: History) -> list[History]:
+        beside = [other for other in self._histories if other.began <= past.ended]
+        return [other for other in beside if other.instances & past.instances]
 
     def _short(self, number: int, past: History) -> bool:
         for other, (each, status) in enumerate(zip(self._histories, self._statuses, strict=True)):

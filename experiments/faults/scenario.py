@@ -19,8 +19,11 @@ from experiments import serve
 from experiments.faults.causes import Causes, Scenario
 from experiments.faults.settings import (
     CHANGES,
+    GATHER_SIDES,
+    LAYERED_SIDES,
     LIBRARY,
     LONGEST,
+    SHARED_SIDES,
     another_engine,
     cached,
     crowded,
@@ -97,18 +100,20 @@ KINDS = {
     "tiers": "small tiers",
     "halves": "a rank is killed, another stands still",
     "runs": "long prompts; shortcuts compared",
+    "layerwise": "each layer leaves when it is computed",
 }
 """The kinds of faults and unusual circumstances, and their effects: the table of `docs/faults.md`.
 
 New kinds are appended: each is drawn in this order, so that the kinds of earlier seeds stay as they were."""
 
 RARE = {"router": 0.15, "silences": 0.5, "pauses": 0.5, "shares": 0.3, "tiers": 0.4, "halves": 0.4}
-RARE["runs"] = 0.1
+RARE |= {"runs": 0.1, "layerwise": 0.25}
 """By how much less likely than the others these are: little can be checked after the loss of the router."""
 
 _EXCLUDED = {
     "stages": {"pulls", "gathers", "sizes", "layouts", "caches", "tiers", "shares"},
     "crowds": {"sizes", "edges"},
+    "layerwise": {"stages", "rings", "pulls", "gathers"},
 }
 _EXCLUDED["runs"] = KINDS.keys() - {"runs", "aborts", "hosts", "engines", "nodes"}
 """Kinds that would undo others, and do not happen beside them."""
@@ -192,19 +197,6 @@ _SEVERAL_WRITERS = (
     (Side(tp=2, instances=2), Side(tp=1)),
     (Side(tp=1), Side(tp=2)),
 )
-_GATHER_SIDES = (
-    (Side(tp=1, cp=2), Side(tp=2)),
-    (Side(tp=2, cp=2), Side(tp=1)),
-    (Side(tp=1, cp=4), Side(tp=1, instances=2)),
-    (Side(tp=1, cp=2, instances=2), Side(tp=2)),
-)
-_SHARED_SIDES = (
-    (Side(tp=1, cp=4), Side(tp=1)),
-    (Side(tp=1, cp=3), Side(tp=2)),
-    (Side(tp=2, cp=2), Side(tp=1)),
-    (Side(tp=1, cp=2), Side(tp=1, instances=2)),
-    (Side(tp=2, cp=2), Side(tp=1, instances=2)),
-)
 _PAIRS = (  # of several instances on at least one side
     (Side(tp=1, instances=2), Side(tp=1, instances=2)),
     (Side(tp=2, instances=2), Side(tp=1, instances=2)),
@@ -277,6 +269,9 @@ def draw(
         )
         config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
         config = replace(config, scheduler=replace(config.scheduler, chunk=chosen("runs.chunk", (8, 16, 32))))
+    if "layerwise" in kinds:
+        prefill, decode = chosen("layerwise", LAYERED_SIDES)
+        config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
     if "layouts" in kinds:
         prefill, decode = chosen("layouts", _WIDE_SIDES)
         config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
@@ -286,9 +281,9 @@ def draw(
     if "nodes" in kinds:
         config = on_two_nodes(config)
     if gathers := "gathers" in kinds and not {"caches", "held"} & set(kinds):  # whose first pages are not gathered
-        config = gathering(config, chosen("gathers", _GATHER_SIDES), random("gathers.memory"))
+        config = gathering(config, chosen("gathers", GATHER_SIDES), random("gathers.memory"))
     if "shares" in kinds and not gathers:
-        prefill, decode = chosen("shares", _SHARED_SIDES)
+        prefill, decode = chosen("shares", SHARED_SIDES)
         config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
         config = replace(config, scheduler=replace(config.scheduler, chunk=6))
     if "caches" in kinds and config.model.hybrid.pattern != "a":  # a prefix cache keeps no state beside KV
@@ -310,6 +305,8 @@ def draw(
         job = _squeezed(job, random("rings.job"), chosen("rings.policy", _STAGING_POLICIES))
     if "stages" in kinds and job.staging is not None:
         job = replace(job, staging=small_ring(job, random("stages")))
+    if "layerwise" in kinds:
+        job = replace(job, layerwise=True, staging=None)
     requests, gap = _requests(seed, count)
     if "edges" in kinds:
         requests = edge_lengths(requests, job, random("edges"))

@@ -22,6 +22,28 @@ from pdsim.serving.workload import Request
 LONGEST = 24, 8
 """Input and output tokens of a request, at most."""
 
+GATHER_SIDES = (
+    (Side(tp=1, cp=2), Side(tp=2)),
+    (Side(tp=2, cp=2), Side(tp=1)),
+    (Side(tp=1, cp=4), Side(tp=1, instances=2)),
+    (Side(tp=1, cp=2, instances=2), Side(tp=2)),
+)
+SHARED_SIDES = (
+    (Side(tp=1, cp=4), Side(tp=1)),
+    (Side(tp=1, cp=3), Side(tp=2)),
+    (Side(tp=2, cp=2), Side(tp=1)),
+    (Side(tp=1, cp=2), Side(tp=1, instances=2)),
+    (Side(tp=2, cp=2), Side(tp=1, instances=2)),
+)
+LAYERED_SIDES = (  # some ranks write nothing: of latent models, and of context-parallel ones
+    (Side(tp=1), Side(tp=1)),
+    (Side(tp=2), Side(tp=1)),
+    (Side(tp=1, cp=2), Side(tp=2)),
+    (Side(tp=4), Side(tp=2)),
+    (Side(tp=1, pp=2), Side(tp=1, instances=2)),
+)
+"""Prefill and decode."""
+
 _ROUTES = "least_tokens", "power_of_two", "round_robin", "transfer_aware"
 _LINES = CollectiveModel(path="nvlink", pattern="ring", latency=1e-4, step=2e-5, rate=2e6)
 LIBRARY = Collective(

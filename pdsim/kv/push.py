@@ -302,15 +302,15 @@ class KvSender:
         for sequence, _ in state.sequences if state is not None else ():
             sequence.retime(times)
 
-    def send_layers(self, chunks: Sequence[Chunk], seconds: float) -> None:
-        """Write each plane of *chunks* when its layer is computed; their forward has just begun and takes *seconds*.
+    def send_layers(self, chunks: Sequence[Chunk], begun: float, seconds: float) -> None:
+        """Write each plane of *chunks* when its layer is computed, by a forward of *seconds* from *begun* on.
 
         Layers take equal shares of that.  `computed` must be called at the end.  Only a callback may call it.
         """
         if self._rank.device.holds_bytes:
             for chunk in chunks:
                 self.pool.fill(chunk, metadata=True)
-        self._move(chunks, self._rank.clock.now, seconds)
+        self._move(chunks, begun, seconds)
 
     def _move(self, chunks: Sequence[Chunk], begun: float, seconds: float) -> None:
         clock, writes = self._rank.clock, list[Write]()

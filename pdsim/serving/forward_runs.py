@@ -225,7 +225,7 @@ class ForwardRuns:
         chunk, pages = run.chunk, run.pages
         runs = cut(chunk.runs, number * pages, pages)
         part = replace(chunk, index=chunk.index + number, first_page=chunk.first_page + number * pages, runs=runs)
-        self._engine.guard(self._sender.send_layers, [part], 0.0)
+        self._engine.guard(self._sender.send_layers, [part], self._engine.clock.now, 0.0)
         if run.posted < len(run.turns):
             self._clock.call_at(run.turns[run.posted], self._post_next, run)
         else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from msgspec.structs import replace
 from mypy_extensions import mypyc_attr
@@ -628,22 +628,25 @@ class PrefillWorker:
             forward.callbacks.append(lambda _: fire(done))
 
     def _begin_forward(self, message: Forward) -> Event:
-        # What is cached can be moved at once, and with ``layerwise`` each plane is when its layer is computed: that
-        # is begun at this instant, too.
+        # What is cached can be moved at once, with ``layerwise`` each plane when its layer is computed.
         engine = self.engine
-        forward = engine.rank.device.compute(message.seconds)
+        device, now = cast("Any", engine.rank.device), engine.clock.now
+        forward: Event = device.compute(message.seconds)
         if engine.gather is not None:
             forward, computed = engine.clock.event(), forward
             engine.clock.process(self._gathered(message, computed, forward))
         elif message.tokens:
             forward = self._routed(forward, message)
-        if message.cached or engine.job.layerwise:  # a process calls this, and workers are woken by callbacks only
-            engine.clock.call_at(engine.clock.now, lambda begun: engine.guard(self._started, begun), message)
+        if engine.job.layerwise:  # a process calls this, and workers are woken by callbacks only
+            mover: Any = self.mover
+            engine.clock.call_at(now, lambda its: engine.guard(mover.layers, message, *its), device.computing)
+        elif message.cached:
+            engine.clock.call_at(now, lambda begun: engine.guard(self._started, begun), message)
         return forward
 
     def _started(self, message: Forward) -> None:
         # Another rank may have sent the chunks before by now, and all send in one order.
-        if message is self._unsent[0] or self.engine.job.layerwise:
+        if message is self._unsent[0]:
             self.mover.started(message)
         else:
             self._early.append(message)

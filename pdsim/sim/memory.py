@@ -318,7 +318,8 @@ class SimDevice:
     def compute(self, seconds: float) -> Event:
         if not seconds >= 0:
             raise ValueError(f"seconds={seconds} must be >= 0")
-        self._free = max(self._clock.now, self._free) + seconds * self.slowness
+        self.computing = begin, seconds = max(self._clock.now, self._free), seconds * self.slowness
+        self._free = begin + seconds
         if self.host_latency.instant:
             return self._clock.at(self._free)
         done = self._clock.event()

@@ -20,6 +20,9 @@ from pdsim.kv.pages import Pages, after
 from pdsim.serving.prefill import PrefillWorker
 from pdsim.serving.router import Router
 
+_ROUNDING = 1e-9
+"""Seconds by which two sums of the same times may differ."""
+
 PROMPTS = 0xF000
 """The first number of shared prompts, above those of rooms."""
 
@@ -49,6 +52,8 @@ class ComputedChecker:
         self._waiting: dict[int, list[list[Any]]] = {}  # by program, those that go when so many forwards have ended
         self._kept: dict[tuple[int, int], bytes] = {}  # by rank of an instance and key: what tiers have
         self._done: dict[str, dict[int, int]] = {}  # by rank and room: tokens that are computed, in this incarnation
+        # by rank and room, of forwards whose layers leave by themselves: clock, beginning, seconds and last token
+        self._begun: dict[tuple[str, int], list[tuple[Any, float, float, int]]] = {}
 
     def joined(self, member: Any) -> None:
         """Watch what *member*, a rank's program, computes if it is of prefill, and what it writes or compares."""
@@ -76,6 +81,9 @@ class ComputedChecker:
             worker.tiers.move = partial(self._moved, member, worker.tiers.move)
         worker.compute = partial(self._compute, member, worker.compute)
         contents.computed = partial(self._own, name)
+        if member.job.layerwise:
+            self._begun = {of: begun for of, begun in self._begun.items() if of[0] != name}
+            worker.mover.layers = partial(self._layers, member, worker.mover.layers)
 
     def submitted(self, request: Submit) -> None:
         """Note which prompt *request* has: rooms whose blocks begin alike have the same tokens."""
@@ -85,21 +93,34 @@ class ComputedChecker:
     def _own(self, rank: str, room: int) -> range:
         # Without what it has from a cache, which others have left there.
         spans = self._spans.get(room)
-        return range(spans[0].start if spans else 0, self.computed(rank, room))
+        begun = [end for *_, end in self._begun.get((rank, room), ())]
+        return range(spans[0].start if spans else 0, max([self.computed(rank, room), *begun]))
 
-    def computed(self, rank: str, room: int) -> int:
-        """Return how many tokens of *room*, from its first, *rank* has computed."""
-        return self._done[rank].get(room, 0)
+    def computed(self, rank: str, room: int, share: float = 1.0) -> int:
+        """Return how many tokens of *room*, from its first, *rank* has computed, up to *share* of its layers."""
+        done = self._done[rank].get(room, 0)
+        for clock, begun, seconds, end in self._begun.get((rank, room), ()):
+            if clock.now >= begun + share * seconds - _ROUNDING:
+                done = max(done, end)
+        return done
 
-    def check(self, verb: str, rank: str, room: int, tokens: int, cached: int = 0) -> None:
-        """Check that *rank* has computed the first *tokens* tokens of *room*, which are touched as *verb* says.
+    def check(self, verb: str, rank: str, room: int, tokens: int, cached: int = 0, share: float = 1.0) -> None:
+        """Check that *rank* has computed *tokens* of *room*, touched as *verb* says, in *share* of its layers.
 
         The first *cached* ones another room has computed: their contents say whether it has.
         """
-        done = max(cached, self.computed(rank, room)) if rank in self._done else tokens
+        done = max(cached, self.computed(rank, room, share)) if rank in self._done else tokens
         if done < tokens:
             what = f"room {room} {verb} {rank} up to token {tokens}, of which {done} are computed there"
             self._report("I10", what)
+
+    def _layers(self, member: Any, layers: Callable[..., None], message: Any, begun: float, seconds: float) -> None:
+        name, clock = member.rank.name, member.clock
+        for chunk in message.chunks:
+            for span in self._spans.get(chunk.room, ()):
+                if span.chunk == chunk.index:
+                    self._begun.setdefault((name, chunk.room), []).append((clock, begun, seconds, span.end))
+        layers(message, begun, seconds)
 
     def _timed(self, leader: str, seconds: Callable[[Any], float], pieces: list[tuple[int, int]]) -> float:
         self._pieces[leader] = pieces

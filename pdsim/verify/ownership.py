@@ -148,7 +148,7 @@ class OwnershipChecker:
         request = leader.scheduler.rooms.get(room)
         if request is None:
             return  # over: whose pages these are says I3
-        tokens, kv = request.request.input, layout.tables[0]
+        tokens, kv, share = request.request.input, layout.tables[0], 1.0
         inside = (offsets >= kv.start) & (offsets < kv.end)
         if inside.all():
             rows = _rows(kv, offsets, sizes)
@@ -158,7 +158,9 @@ class OwnershipChecker:
                 if row in rows
             ]
             tokens = min(tokens, (max(places, default=-1) + 1) * layout.page_size)
-        self._computed.check(verb, rank, room, tokens, leader.scheduler.hits.get(room, 0))
+            plane, each = int((offsets.max() - kv.start) // (kv.rows * kv.item)), layout.shape.tensors
+            share = (plane // each + 1) * each / len(kv.planes)
+        self._computed.check(verb, rank, room, tokens, leader.scheduler.hits.get(room, 0), share)
 
     def _check_aux(self, verb: str, leader: Any, layout: KvLayout, room: int, rank: str, offsets: Any) -> None:
         inside = offsets[(offsets >= layout.kv_bytes) & (offsets < layout.kv_bytes + _AUX_ENDS[-1] * layout.slots)]

@@ -34,7 +34,7 @@ from pdsim.kv.receiver import KvReceiver, StagingReceiver
 from pdsim.results.record import Result
 from pdsim.serving.decode import DecodeScheduler
 from pdsim.serving.forward_runs import ForwardRuns
-from pdsim.serving.handoff.push import PushDecode
+from pdsim.serving.handoff.push import PushDecode, PushPrefill
 from pdsim.serving.prefill import PrefillScheduler, PrefillWorker
 from pdsim.serving.settings import Cache, HostCosts, ServingEngine
 from pdsim.sim.endpoint import SimEndpoint
@@ -77,7 +77,7 @@ def test_a_seed_gives_one_scenario_and_one_course_of_events():
 
 
 def test_every_kind_of_fault_can_happen():
-    undoing = frozenset(("stages", "crowds", "runs"))  # others
+    undoing = frozenset(("stages", "crowds", "runs", "layerwise"))  # others
     named = ", ".join(kind for kind in KINDS if kind not in undoing)
     seed = next(seed for seed in range(100) if draw(seed, 1, 1.0, undoing).text.endswith(named))
     scenario = draw(seed, 50, 1.0, undoing)
@@ -227,6 +227,18 @@ def test_a_fix_is_needed_where_it_was(seed, requests, kinds, change, law):
         assert law in {violation.invariant for violation in shown.run().violations}
 
 
+def test_layers_leave_only_once_a_slow_device_computed_them():
+    kinds = frozenset(("slow", "layerwise"))
+    shown, layers = FaultTrial(114, 6, 0.4, frozenset(KINDS) - kinds, kinds), PushPrefill.layers
+
+    def at_once(self: PushPrefill, message: Any, *_: float) -> None:
+        layers(self, message, self.engine.clock.now, message.seconds)
+
+    assert not shown.run().violations
+    with patched(((PushPrefill, "layers", at_once),)):
+        assert {each.invariant for each in shown.run().violations} == {"I10"}
+
+
 def test_isolated_transfers_must_end_as_others_do():
     shown = FaultTrial(0, 8, always=frozenset({"runs"}))
     assert (shown.run().violations, shown.run().reached["Forwards"] > 4) == ([], True)
@@ -338,7 +350,7 @@ NOT_DRAWN = {
     "engine.host_factor": "multiplies costs of hosts, which are drawn",
     "cache.host_ratio": "another way to say cache.host, which is drawn",
     "engine.version": "names the settings that a release starts with, which are drawn one by one",
-    "layerwise, colocated": "contents are not checked: pdsim refuses or skips them with memory=tracked",
+    "colocated": "contents are not checked: pdsim refuses them with memory=tracked",
     "backend.path, backend.call, backend.descriptor, backend.latency, backend.rate, backend.line, "
     "backend.copy_rate, backend.fresh_descriptor, backend.lanes, backend.ramp, backend.small, backend.workers, "
     "backend.by_option":

@@ -73,10 +73,10 @@ class PushPrefill(PrefillMover):
     def progressed(self) -> bool:
         return self.kv.progressed()
 
-    def started(self, message: Forward) -> None:
-        super().started(message)
-        if self.engine.job.layerwise:  # each plane once its layer is computed
-            self.kv.send_layers(message.chunks, message.seconds)
+    def layers(self, message: Forward, begun: float, seconds: float) -> None:
+        """Write each plane of *message* once its layer is computed, by a forward of *seconds* from *begun* on."""
+        self.started(message)
+        self.kv.send_layers(message.chunks, begun, seconds)
 
     def computed(self, chunks: Iterable[Chunk], last: bool) -> None:
         for chunk in chunks:
