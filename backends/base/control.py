@@ -97,7 +97,7 @@ class Control:
         if not self._epoll.poll(0):
             return False
         progressed = self._inbox.poll()
-        for line in tuple(self._lines.values()):
+        for line in self.lines:
             progressed |= self._watch(line)
         return progressed
 
@@ -147,16 +147,17 @@ class Control:
 
     def send(self, line: PeerLine, kind: bytes, *body: bytes) -> None:
         """Send a note without waiting; on a lost line it is dropped."""
-        with contextlib.suppress(zmq.Again):
-            line.socket.send_multipart([kind, self.card.token, line.card.token, *body], zmq.NOBLOCK)
+        if not line.lost:
+            with contextlib.suppress(zmq.Again):
+                line.socket.send_multipart([kind, self.card.token, line.card.token, *body], zmq.NOBLOCK)
 
     def close(self, clean: bool) -> None:
         """Say goodbye (*clean*: nothing of this endpoint is under way any more) and close all sockets."""
         if self._context.closed:
             return
         self._clock.unwatch(self)
-        for line in self._lines.values():
-            if clean and not line.lost:
+        for line in self.lines:
+            if clean:
                 self.send(line, _BYE)
             self._hang_up(line)
         self._epoll.close()
@@ -186,15 +187,16 @@ class Control:
 
     def _watch(self, line: PeerLine) -> bool:
         progressed = False
-        while line.monitor.get(zmq.EVENTS) & zmq.POLLIN:
+        while not line.lost and line.monitor.get(zmq.EVENTS) & zmq.POLLIN:
             if recv_monitor_message(line.monitor)["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                progressed |= not line.lost
                 self._lose(line, "is gone: its connection was closed")
+                progressed = True
         return progressed
 
     def _lose(self, line: PeerLine, reason: str) -> None:
         if not line.lost:
             line.lost = reason
+            self._hang_up(line)  # or its three descriptors would stay
             self._on_lost(line)
 
     def _deliver(self, sender: str, frames: list[bytes]) -> None:

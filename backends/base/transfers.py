@@ -131,6 +131,12 @@ class PostingThreads:
                 thread.start()
         self._queues[owner].put(transfer)
 
+    def leave(self, peer: PeerState) -> None:
+        """Let the threads of *peer* alone, which is lost, end after what is queued."""
+        work = self._queues.pop(peer, None)
+        for thread in [thread for thread, its in self._threads.items() if its is work]:
+            self._threads.pop(thread).put(None)
+
     def stop(self, wait: bool) -> None:
         """Let the threads end after what is queued, and, to *wait*, wait for them."""
         for work in self._threads.values():

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from backends.base.control import PeerLine
 from backends.base.device import RealBuffer
 from backends.base.endpoint import RealEndpoint
 from backends.base.processes import captured_stderr, installed, prepare
@@ -285,6 +286,11 @@ class MooncakeEndpoint(RealEndpoint):
                 session.under_way += 1
             else:
                 self._finish(transfer, None, transfer.posted)
+
+    def on_lost(self, line: PeerLine) -> None:
+        super().on_lost(line)
+        if (peer := self.known.by_token.get(line.card.token)) is not None:
+            self._threads.leave(peer)
 
     def poll(self) -> bool:
         """Report what has ended over NVLink and post what waited for it; return whether anything has.

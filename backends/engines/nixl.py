@@ -132,6 +132,7 @@ class NixlEndpoint(RealEndpoint):
         self._announced: dict[PeerState, float] = {}  # peers that poll for us, and when they were last needed
         self._inbound: set[PeerLine] = set()  # peers that we poll for, as they write to or read from here
         self._stuck: dict[PostedTransfer, None] = {}  # posted to peers that are lost
+        self._leaving: list[PeerState] = []  # lost peers that the agent still knows
         self.handlers[_ACTIVE] = lambda line, _: self._inbound.add(line)
         self.handlers[_IDLE] = lambda line, _: self._inbound.discard(line)
         settings = {"ucx_error_handling_mode": way.error_handling}
@@ -208,6 +209,8 @@ class NixlEndpoint(RealEndpoint):
     def on_lost(self, line: PeerLine) -> None:
         self._inbound.discard(line)
         super().on_lost(line)
+        if (peer := self.known.by_token.get(line.card.token)) is not None:
+            self._leaving.append(peer)
 
     # --- transfers -------------------------------------------------------------------------------------------------
 
@@ -325,7 +328,7 @@ class NixlEndpoint(RealEndpoint):
             return f"ERR {error}"
 
     def _beat(self, _: None) -> None:
-        # Transfers to lost peers, and peers that need not poll any more.
+        # Transfers to lost peers, peers that need not poll any more, and lost ones that nothing is under way with.
         if self.closed:
             return
         self._posted.update(self._stuck)
@@ -336,6 +339,10 @@ class NixlEndpoint(RealEndpoint):
             if peer not in moving and self.clock.now - used > BEAT:
                 del self._announced[peer]
                 self.control.send(peer.line, _IDLE)
+        for peer in tuple(self._leaving):
+            if not peer.moving.total():
+                self._leaving.remove(peer)
+                self._agent.remove_remote_agent(peer.handle)  # 0.1 ms, even if the peer has stopped
         self.clock.call_at(self.clock.now + BEAT, self._beat, None)
 
 

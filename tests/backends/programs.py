@@ -223,6 +223,37 @@ def outlive(rank: Rank, writer: str, beside: str) -> Program:
     return "proven"
 
 
+def lose_in_turn(rank: Rank, others: list[str]) -> Program:
+    """Write to each of *others* and have it die; return what is open after each.
+
+    Descriptors without those of connections half closed, these, threads, and peers that NIXL knows.
+    """
+    agent, process = getattr(rank.endpoint, "_agent", None), psutil.Process()
+    rows: list[list[int]] = []
+    peers: list[Peer] = []
+    for name in others:
+        peer, batch = yield from _connect(rank, name, 64, name)
+        peers.append(peer)
+        yield rank.endpoint.write(peer, batch)
+        rank.channel.send(name, b"die")
+        for look in range(50):
+            yield rank.clock.timeout(0.1)
+            rank.channel.send(name, b"")  # or the channel would not see that its connection is gone
+            kept = sum(each.status == psutil.CONN_CLOSE_WAIT for each in process.net_connections())
+            known = sum(agent.check_remote_metadata(each.handle.handle) for each in peers) if agent else 0
+            row = [process.num_fds() - kept, kept, process.num_threads(), known]
+            if look > 5 and peer.handle.line.lost and row[0] <= [*rows, row][0][0]:
+                break
+        rows.append(row)
+    return rows
+
+
+def be_written_and_die(rank: Rank, by: str) -> Program:
+    yield from _offer(rank, by, 64)
+    yield rank.channel.receive()
+    os._exit(1)
+
+
 def keep_lent_memory(rank: Rank, by: str) -> Program:
     """Withdraw and free memory that a peer still writes to; return what the device says before and after."""
     buffer, region = yield from _offer(rank, by, 1 << 20)

@@ -74,6 +74,14 @@ def test_a_write_to_a_dead_process_settles(name, threads, late):
     assert value in [["PeerLost", True, 0], *unproven]
 
 
+def test_lost_peers_leave_no_descriptor_or_thread(any_engine):
+    others = [spec(name, programs.be_written_and_die, by="a") for name in "bcd"]
+    a = make_target(any_engine.name).run([spec("a", programs.lose_in_turn, others=[*"bcd"]), *others]).ranks["a"]
+    (first, *_), *_ = rows = a.value
+    kept = 1 if any_engine.name == "mooncake_tcp" else 0  # Mooncake looks at an idle connection no more
+    assert rows == [[first, kept * lost, rows[0][2], 0] for lost in (1, 2, 3)], a.error
+
+
 @pytest.mark.parametrize("name", THREADED)
 def test_transfers_of_several_threads_arrive_whole(name):
     config = composed("hw=loopback", f"backend={name}", "target=real", "experiment=transfer")
