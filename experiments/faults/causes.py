@@ -126,6 +126,7 @@ class Causes:
         self._nbytes: list[int] = []
         self._held: Set[int] = frozenset()
         self._broken: Set[int] = frozenset()
+        self._generated: Set[int] = frozenset()
 
     def rank(self, name: str, error: str, at: float, born: float = 0.0) -> bool:
         """Return whether rank *name* may end with *error* then: killed, or its instance lost a rank since *born*."""
@@ -170,14 +171,16 @@ class Causes:
         heard = [lost, *born, *(each.end for each in self._scenario.faults.absences)]
         return lost <= at <= max(heard) + 1.5 * deadline + GRACE
 
-    def know(self, outcome: Outcome, held: Set[int], broken: Set[int] = frozenset()) -> list[str]:
+    def know(
+        self, outcome: Outcome, held: Set[int], broken: Set[int] = frozenset(), generated: Set[int] = frozenset()
+    ) -> list[str]:
         """Return the statuses of the requests of *outcome*, none if the router was lost.
 
         *held* are the rooms with a transfer whose completion was held up, *broken* those with one that the engine
-        reported as failed.
+        reported as failed, *generated* those whose output had reached the router before they closed.
         """
         value = outcome.ranks[ROUTER].value
-        self._broken = broken
+        self._broken, self._generated = broken, generated
         if value is None:
             return [] if ROUTER in self._scenario.kill else [""] * len(self._scenario.requests)
         dead = [name for name, rank in outcome.ranks.items() if rank.error]
@@ -205,9 +208,11 @@ class Causes:
         - ``SendQueueFull``: the engine refuses when its queue is full.
         - ``OutOfMemory``: another request left pages in quarantine at one of its instances.
 
-        Anything else is never explained.
+        Anything else is never explained, and nothing is if all its output was there.
         """
         kind, past = status.partition(":")[0], self._histories[number]
+        if past.tries and past.tries[-1][1] in self._generated:
+            return False
         if kind == "Aborted":
             return number in self._scenario.cancels
         if kind == "PeerLost":
@@ -273,6 +278,23 @@ class Causes:
                     yield f"request {number} was sent out anew, and neither of {pair} was lost in room {room}"
                 if room in moved:
                     yield f"request {number} was sent out anew, though a transfer of room {room} was posted"
+
+    def stuck(self, written: Mapping[int, float], went_on: Mapping[int, float]) -> Iterator[str]:
+        """Yield each room that waits on at decode though all of it is *written*.
+
+        *went_on* is when decode went on; it hears of a write at once, unless messages are held up.
+        """
+        faults = self._scenario.faults
+        limit = 1.0 + 20 * max(faults.delay, faults.lag)
+        for past in self._histories:
+            for _, room, *pair in past.tries:
+                if room not in written or room in self._held:
+                    continue
+                lost = [self._outages[each].start for each in pair if each in self._outages]
+                start, end = written[room], min([went_on.get(room, past.ended), *lost])
+                spans = [span for name in pair for span in self._disturbed.get(name, ())]
+                if end - start > limit and not any(span.reaches(start - BACKLOG, end) for span in spans):
+                    yield f"all of room {room} is written, and decode goes on after {end - start:g} s"
 
     def miscounted(self, nbytes: Mapping[int, int], given_up: Set[int] = frozenset()) -> Iterator[str]:
         """Yield each request that was served with another number of bytes than its room moved, by *nbytes*.

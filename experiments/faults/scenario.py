@@ -425,11 +425,12 @@ def attempt(scenario: Scenario) -> Tried:
     timeout = scenario.engine.timeout
     for rank in outcome.ranks.values():
         checks.bounds.transferred(rank.transfers, timeout)
-    statuses = causes.know(outcome, checks.held, checks.broken_rooms)
+    statuses = causes.know(outcome, checks.held, checks.broken_rooms, checks.endings.generated)
     bounds = checks.bounds
     wrong = causes.unrecovered(outcome), causes.sent_wrongly(bounds.moved)
     miscounted = causes.miscounted(bounds.nbytes, checks.given_up)
-    violations = checks.finish(statuses, causes.request, *wrong, miscounted)
+    stuck = causes.stuck(checks.written, checks.went_on)
+    violations = checks.finish(statuses, causes.request, *wrong, miscounted, stuck)
     counts = dict(Counter(status.partition(":")[0] for status in statuses))
     return Tried(scenario.seed, violations, counts, outcome.events, scenario.text, dict(checks.reached))
 

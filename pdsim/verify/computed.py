@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from pdsim.kv.contents import Contents
 from pdsim.kv.messages import Submit
-from pdsim.kv.pages import Pages, after
+from pdsim.kv.pages import Pages, after, sources
 from pdsim.serving.prefill import PrefillWorker
 from pdsim.serving.router import Router
 
@@ -50,6 +50,7 @@ class ComputedChecker:
         # both, by incarnation and number of what moves them: a rank may hear of it long after its leader
         self._moves: dict[tuple[str, int], tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
         self._waiting: dict[int, list[list[Any]]] = {}  # by program, those that go when so many forwards have ended
+        self._leaving: dict[tuple[int, int], set[int]] = {}  # by program and move: pages that are on their way there
         self._kept: dict[tuple[int, int], bytes] = {}  # by rank of an instance and key: what tiers have
         self._done: dict[str, dict[int, int]] = {}  # by rank and room: tokens that are computed, in this incarnation
         # by rank and room, of forwards whose layers leave by themselves: clock, beginning, seconds and last token
@@ -79,6 +80,9 @@ class ComputedChecker:
             scheduler.next_forward = partial(self._chosen, name, scheduler.next_forward)
         if worker.tiers is not None:
             worker.tiers.move = partial(self._moved, member, worker.tiers.move)
+            worker.tiers.written = partial(self._written, member, worker.tiers.written)
+            if not member.job.cache.overlap:
+                worker._begin_forward = partial(self._begins, member, worker._begin_forward)
         worker.compute = partial(self._compute, member, worker.compute)
         contents.computed = partial(self._own, name)
         if member.job.layerwise:
@@ -181,6 +185,9 @@ class ComputedChecker:
 
     def _reuse(self, member: Any, reuse: Callable[..., Any], room: int, count: int, keys: Any) -> Any:
         given, loaded = reuse(room, count, keys), member.scheduler.pages.pool.loaded
+        for key, (tier, _) in loaded if given is not None else ():
+            if member.scheduler.pages.tiers.stores[tier].find(key) is None:
+                self._report("I10", f"room {room} on {member.rank.name} finds a page in {tier}, which has it not")
         if given is not None and loaded and member.rank.device.holds_bytes:  # from tiers
             pages = [page for start, size in given[0] for page in range(start, start + size)]
             back = [(key, page) for (key, _), page in zip(loaded, pages[given[1] - len(loaded) :], strict=False)]
@@ -196,7 +203,7 @@ class ComputedChecker:
             self._moves[number] = stores.pop(0) if stores else [], loads
         pages, loads = self._moves.get(number, ([], []))
         if pages:
-            self._waiting.setdefault(id(member), []).append([member.worker._computing, pages])
+            self._waiting.setdefault(id(member), []).append([member.worker._computing, pages, message.number])
         if out:
             self._store(member, 0)
         moved = move(message)
@@ -213,12 +220,29 @@ class ComputedChecker:
             moved.callbacks.insert(0, loaded)
         return moved
 
+    def _written(self, member: Any, written: Callable[[int, str], None], number: int, tier: str) -> None:
+        self._leaving.pop((id(member), number), None)
+        written(number, tier)
+
+    def _begins(self, member: Any, begin: Callable[[Any], Any], message: Any) -> Any:
+        leaving = {page for (of, _), pages in self._leaving.items() if of == id(member) for page in pages}
+        for chunk in message.chunks if leaving else ():
+            starts = [span.start for span in self._spans.get(chunk.room, ()) if span.chunk == chunk.index]
+            computed = max([0, *starts]) // member.job.page_size - chunk.first_page  # others have been before
+            own = {page + more for page, count in after(sources(chunk.runs), computed) for more in range(count)}
+            if own & leaving:
+                what = f"page {min(own & leaving)}, which is on its way to host memory"
+                self._report("I3", f"a forward of room {chunk.room} on {member.rank.name} writes {what}")
+        return begin(message)
+
     def _store(self, member: Any, ended: int) -> None:
         waiting = self._waiting.get(id(member), [])
         for one in waiting:
             one[0] -= ended
         while waiting and not waiting[0][0]:
-            for key, page in waiting.pop(0)[1]:
+            _, pages, number = waiting.pop(0)
+            self._leaving[id(member), number] = {page for _, page in pages}
+            for key, page in pages:
                 self._kept[member.index, key] = member.mover.contents.page_bytes(page)
 
     def _marks(self, room: int, tokens: range) -> npt.NDArray[np.uint64]:

@@ -44,6 +44,7 @@ from pdsim.transfer import Batch
 from pdsim.verify import refuse_compiled
 from pdsim.verify.bounds import BoundsChecker
 from pdsim.verify.computed import ComputedChecker, window_differs
+from pdsim.verify.endings import EndingChecker
 from pdsim.verify.leaks import LeakChecker
 from pdsim.verify.ownership import OwnershipChecker
 from pdsim.verify.reached import Rooms, transition
@@ -112,6 +113,9 @@ class InvariantChecker(Observer):
         self._leftovers = LeakChecker(self._report)
         self.bounds = BoundsChecker(self._report, self.reached)
         self._waits = WaitChecker(self._report)
+        self.endings = EndingChecker(self._report)
+        self.written: dict[int, float] = {}  # rooms: when prefill has said that all of it is written
+        self.went_on: dict[int, float] = {}  # rooms: when decode has what it waited for, or gives up
         self._members: dict[str, Any] = {}
         self._gone: set[str] = set()
         self._born: dict[str, float] = {}  # by rank: when its last process began
@@ -142,6 +146,7 @@ class InvariantChecker(Observer):
         self._leftovers.joined(member)
         self.bounds.joined(member)
         self._waits.joined(member)
+        self.endings.joined(member)
         if isinstance(member, Router):
             return
         scheduler: Any = member.scheduler
@@ -166,6 +171,8 @@ class InvariantChecker(Observer):
         """Count a transition of *room*, to *state*, and check how long it took."""
         self.reached[transition(room, state)] += 1
         self._waits.changes(room, state)
+        if room.state == "reserved":
+            self.went_on[room.request.room] = self._now()
 
     def sent(self, sender: str, receiver: str, payload: bytes) -> None:  # noqa: ARG002
         """Look at a control message, and at who sleeps."""
@@ -209,6 +216,7 @@ class InvariantChecker(Observer):
     def ended(self, rank: str, error: str) -> None:
         """Check that *rank* had a cause to end, if it ended with an *error*."""
         self._gone.add(rank)
+        self.endings.ended(rank, self._now())
         if error and not self._allowed(rank, error, self._now(), self._born.get(rank, 0.0)):
             self._report("I5", f"{rank} ended: {error}")
 
@@ -219,12 +227,13 @@ class InvariantChecker(Observer):
         unrecovered: Iterable[str] = (),
         sent_wrongly: Iterable[str] = (),
         miscounted: Iterable[str] = (),
+        stuck: Iterable[str] = (),
     ) -> list[Violation]:
         """Return all violations, also of the requests whose *statuses* the router kept.
 
         *explained* says whether the request of a number may have ended with a status other than ok; *unrecovered*
-        tells of pairs that did not serve when they should have (I9), *sent_wrongly* of requests (I11), and
-        *miscounted* of their bytes (I14).
+        tells of pairs that did not serve when they should have (I9), *sent_wrongly* of requests (I11), *miscounted*
+        of their bytes (I14), and *stuck* of those that do not go on (I12).
         """
         for number, status in enumerate(statuses):
             if not status:
@@ -237,6 +246,8 @@ class InvariantChecker(Observer):
             self._report("I11", what)
         for what in miscounted:
             self._report("I14", what)
+        for what in stuck:
+            self._report("I12", what)
         self._check_order()
         return self.violations
 
@@ -276,6 +287,8 @@ class InvariantChecker(Observer):
     def _on_done(self, sender: str, message: TransferDone) -> None:
         if message.reason:
             self.given_up.add(message.room)
+        else:
+            self.written.setdefault(message.room, self._now())
         if not message.reason and self._reports.get((sender, message.room)) == "failed":
             self._report("I1", f"room {message.room} failed on {sender}, which says that it is written")
 
@@ -376,6 +389,7 @@ class InvariantChecker(Observer):
         if sender != ROUTER or self._stopped or not self._rooms:  # a leader that leaves ends its followers so
             return
         self._stopped = True
+        self.endings.check_memory(self._now())
         for name, member in self._members.items():
             if name not in self._gone and not member.has_ended:
                 self._leftovers.check(name)

@@ -36,8 +36,10 @@ from pdsim.serving.decode import DecodeScheduler
 from pdsim.serving.forward_runs import ForwardRuns
 from pdsim.serving.handoff.push import PushDecode, PushPrefill
 from pdsim.serving.prefill import PrefillScheduler, PrefillWorker
+from pdsim.serving.rank_process import InstanceScheduler, PeerFence
+from pdsim.serving.router import Router
 from pdsim.serving.settings import Cache, HostCosts, ServingEngine
-from pdsim.sim.endpoint import SimEndpoint
+from pdsim.sim.endpoint import SimEndpoint, SimTransfer
 from pdsim.sim.faults import Faults, Pause
 from pdsim.sim.model import Model
 from pdsim.sim.posting import IsolatedTransfers
@@ -237,6 +239,37 @@ def test_layers_leave_only_once_a_slow_device_computed_them():
     assert not shown.run().violations
     with patched(((PushPrefill, "layers", at_once),)):
         assert {each.invariant for each in shown.run().violations} == {"I10"}
+
+
+def gives_up_anyway(self: Router, request: Any, reason: str, but: str = "") -> None:
+    self._abort(request, but)
+    self._close(request, reason)
+
+
+def frees_at_once(self: PeerFence, _: str, message: Any) -> None:
+    rooms, _ = self._fences.pop(message.number, ((), ()))
+    for room in rooms:
+        self.free(room)
+
+
+def keeps_what_is_freed(original: Any, self: SimTransfer) -> None:
+    if self.held is not None and self.held.freed:
+        self.held.hold()
+    original(self)
+
+
+ENDINGS = [
+    (0, (InstanceScheduler, "end_if_drained", lambda _: None), "I12"),  # each shutdown lasts a deadline
+    (3, (Router, "_fail", gives_up_anyway), "I5"),  # all output of a request was there
+    (5, (SimTransfer, "release", keeps_what_is_freed), "I8"),  # memory of a rank that has ended
+    (14, (PeerFence, "_fenced", frees_at_once), "I3"),  # not every rank had the proof
+]
+
+
+@pytest.mark.parametrize(("seed", "change", "law"), ENDINGS, ids=lambda value: str(value)[:9])
+def test_what_is_over_ends_once_and_for_a_reason(seed, change, law):
+    with patched((change,)):
+        assert law in {violation.invariant for violation in FaultTrial(seed).run().violations}
 
 
 def test_isolated_transfers_must_end_as_others_do():

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether what is over ends, once and for a reason: a part of `pdsim.verify.invariants`.
+
+Ranks that are told to stop, requests that have lost an instance, pages that a fence frees, requests that nothing but
+pages in quarantine keeps from starting, and the memory of ranks that have ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from pdsim.kv.messages import ROUTER, Dropped, Fenced, Finished, Leave, Stop, epoch_of, instance_of, leader
+from pdsim.serving.prefill import PrefillScheduler
+from pdsim.serving.router import Router
+
+_ROUNDING = 1e-9
+"""Seconds by which two sums of the same times may differ."""
+
+_SETTLED = 0.5
+"""Seconds after the end of a rank until nothing of it moves: peers notice it, copies and flows have ended."""
+
+
+class EndingChecker:
+    """Calls *report* with an invariant (I3, I5, I8, I11, I12 or I15) and a text for what ends wrongly."""
+
+    def __init__(self, report: Callable[[str, str], None]) -> None:
+        self._report = report
+        self._members: dict[str, Any] = {}
+        self._of: dict[int, Any] = {}  # by identity of an endpoint: its program
+        self._stops: dict[int, float] = {}  # by program: when the router told it to stop
+        self._asked: dict[tuple[int, int], str] = {}  # by program and fence: the incarnation that it is about
+        self._answers: dict[tuple[int, int], set[str]] = {}  # and the ranks that have answered
+        self._fence: dict[int, int] = {}  # by program: the fence that is answered now
+        self._blocked: dict[int, float] = {}  # by program: since when quarantine alone is in the way of its queue
+        self._ended: dict[str, float] = {}  # by rank: when its last process ended
+        self.generated: set[int] = set()  # rooms whose output had reached the router before they closed
+
+    def joined(self, member: Any) -> None:
+        """Watch *member*, a rank's program."""
+        self._members[member.rank.name] = self._of[id(member.rank.endpoint)] = member
+        self._ended.pop(member.rank.name, None)
+        handlers = member.handlers
+        if isinstance(member, Router):
+            handlers[Finished] = partial(self._finished, member, handlers[Finished])
+            handlers[Dropped] = partial(self._dropped, member, handlers[Dropped])
+            return
+        scheduler: Any = member.scheduler
+        if scheduler is None:
+            return
+        for kind in (Stop, Leave):
+            handlers[kind] = partial(self._stopped, member, handlers[kind])
+        member.end = partial(self._ends, member, member.end)
+        scheduler.gives_up = partial(self._gives_up, member, scheduler.gives_up)
+        if isinstance(scheduler, PrefillScheduler):
+            handoff: Any = scheduler.handoff
+            handoff.start = partial(self._starts, member, handoff.start)
+        fence: Any = getattr(member.mover, "fence", None)
+        if fence is not None:
+            fence.begin = partial(self._fences, member, fence, fence.begin)
+            fence.free = partial(self._frees, member, fence.free)
+            handlers[Fenced] = partial(self._fenced, member, handlers[Fenced])
+
+    def ended(self, rank: str, now: float) -> None:
+        """Take note that *rank* ended."""
+        self._ended[rank] = now
+
+    def check_memory(self, now: float) -> None:
+        """Check that no memory is held for ranks that have ended, now that nothing is to come."""
+        recent = {
+            id(self._members[name].rank.device.memory) for name, at in self._ended.items() if at > now - _SETTLED
+        }
+        memories = {id(memory): memory for each in self._of.values() for memory in _memories(each.rank.device)}
+        for number, memory in memories.items():
+            held = sum(buffer.size for buffer in memory._buffers.values() if buffer.freed)
+            if held and number not in recent:
+                self._report("I8", f"{held} bytes of {memory.name} are freed, and held when all is over")
+
+    def _finished(self, router: Router, finished: Callable[..., None], sender: str, message: Finished) -> None:
+        if message.room in router._rooms:
+            self.generated.add(message.room)
+        finished(sender, message)
+
+    def _dropped(self, router: Router, dropped: Callable[..., None], sender: str, message: Dropped) -> None:
+        request = router._rooms.get(message.room)
+        if request is None:
+            dropped(sender, message)
+            return
+        own, other = request.prefill, request.decode
+        if leader(own) != sender:
+            own, other = other, own
+        left = request.tries - request.before <= router.job.retries
+        dropped(sender, message)
+        if message.room in router._rooms:
+            return
+        if router.registry.alive(other) and not router.registry.alive(own):
+            self._report("I11", f"room {message.room} is over by the word of {sender}, whose instance is lost")
+        elif message.untouched and left and request.status.startswith("PeerLost: " + instance_of(other)):
+            self._report("I11", f"room {message.room} is not sent anew, and {sender} says that nothing moved")
+
+    def _stopped(self, member: Any, stop: Callable[..., None], sender: str, message: Any) -> None:
+        if sender == ROUTER:
+            self._stops.setdefault(id(member), member.clock.now)
+        stop(sender, message)
+        if sender == ROUTER and not member.scheduler.rooms and not member.has_ended:
+            self._report("I12", f"{member.rank.name} has no rooms, is told to stop, and goes on")
+
+    def _ends(self, member: Any, end: Callable[..., None], *more: Any) -> None:
+        until = self._stops.get(id(member), member.clock.now) + member.job.deadline
+        if member.scheduler.rooms and not member.has_ended and member.clock.now < until - _ROUNDING:
+            self._report("I5", f"{member.rank.name} ends in order, and has rooms {[*member.scheduler.rooms][:5]}")
+        end(*more)
+
+    def _starts(self, member: Any, start: Callable[[Any], bool], room: Any) -> bool:
+        started = start(room)
+        if started:
+            self._blocked.pop(id(member), None)
+        return started
+
+    def _gives_up(self, member: Any, gives_up: Callable[[int], bool], others: int) -> bool:
+        now, over = member.clock.now, gives_up(others)
+        if others:
+            self._blocked.pop(id(member), None)
+            return over
+        since = self._blocked.setdefault(id(member), now)
+        if over and now < since + member.job.deadline - _ROUNDING:
+            self._report("I15", f"{member.rank.name} waits {now - since:g} s for pages in quarantine, and gives up")
+        return over
+
+    def _fences(self, member: Any, fence: Any, begin: Callable[..., None], incarnation: str, rooms: Any) -> None:
+        key = id(member), fence._number + 1
+        self._asked[key], self._answers[key] = incarnation, set()
+        begin(incarnation, rooms)
+
+    def _fenced(self, member: Any, fenced: Callable[..., None], sender: str, message: Fenced) -> None:
+        self._fence[id(member)] = message.number
+        self._answers.setdefault((id(member), message.number), set()).add(sender)
+        fenced(sender, message)
+
+    def _frees(self, member: Any, free: Callable[[int], None], room: int) -> None:
+        key = id(member), self._fence.get(id(member), 0)
+        ranks, lost = {member.rank.name, *member.followers}, self._asked.get(key, "")
+        if missing := ranks - self._answers.get(key, set()):
+            self._report("I3", f"{member.rank.name} frees room {room}, and {min(missing)} has not proven it quiet")
+        for name in sorted(ranks):
+            inbound = self._members[name].rank.endpoint.inbound if lost and name not in self._ended else {}
+            for peer, ones in inbound.items():
+                own = [self._of[id(one)].incarnation for one in ones if one.ended is None]
+                same = instance_of(peer) == instance_of(lost)
+                if same and any(each and epoch_of(each) <= epoch_of(lost) for each in own):
+                    self._report("I3", f"{member.rank.name} frees room {room}, and {peer} of {lost} reaches {name}")
+        free(room)
+
+
+def _memories(device: Any) -> list[Any]:
+    return [device.memory, *device.symmetric._segments]
