@@ -343,7 +343,7 @@ def draw(
     job = _longer_than_first_contact(_of_whole_blocks(job))
     cancels = _cancels(random("aborts"), count) if "aborts" in kinds else {}
     if "stages" in kinds:
-        cancels |= _cancels(random("stages.aborts"), count, 0.3, -3.5)
+        cancels |= _cancels(random("stages.aborts"), count, 0.7, -2.0)
     if "crowds" in kinds:
         cancels |= _cancels(random("crowds.aborts"), count, 0.5, -2.5)
     span = 50 * gap + 0.5  # independent of the number of requests: few requests meet as many faults

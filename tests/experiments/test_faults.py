@@ -64,10 +64,10 @@ def explore(seed: int = 0, **options: Any) -> Result:
 
 @pytest.mark.slow
 def test_the_real_code_is_clean():
-    trials = [FaultTrial(seed) for seed in range(1000, 1100)]
+    trials = [FaultTrial(seed) for seed in range(1000, 1200)]
     tried = list(tries(trials, workers=2))
     assert [(each.seed, str(each.violations[0])) for each in tried if each.violations] == []
-    assert [row for row in reached(tried).rows if row[1] < (10 if ">" in row[0] else 1)] == []
+    assert [row for row in reached(tried).rows if row[1] < (20 if ">" in row[0] else 1)] == []
 
 
 def test_a_seed_gives_one_scenario_and_one_course_of_events():
