@@ -6,9 +6,8 @@
 
 A line for each of `CASES`.  Without a trace the requests are generated: Poisson, means of 12,000 and 340 tokens, as
 in Mooncake's conversation trace; `light` and `main` take the trace if there is one.  With --command, the whole
-command
-too: start, simulation and files.  Seconds are of the processor, user and system together, which other jobs on the
-machine disturb less than the wall clock.
+command too: start, simulation and files.  Seconds are of the processor, user and system together, which other jobs
+on the machine disturb less than the wall clock.
 
 With --start, jobs of 100 requests on so many nodes of 8 GPUs, half of them prefill instances: what starting costs.
 
