@@ -3,7 +3,7 @@
 from typing import Any
 from unittest.mock import patch
 
-from experiments.faults.scenario import DEADLINE, Scenario
+from experiments.faults.scenario import Scenario
 from pdsim.kv.messages import Leave, epoch_of
 from pdsim.serving import membership
 from pdsim.serving.membership import Membership
@@ -21,19 +21,8 @@ def drains_the_last(original: Any, self: Any, *how: Any) -> None:
         original(self, *how)
 
 
-def soon_given_up(scenario: Scenario) -> bool:
-    """Return whether an instance of several ranks leaves, and one that is not heard of is given up early."""
-    grid, drains = scenario.job.grid, scenario.specs[0].arguments["drains"]
-    return scenario.job.deadline < DEADLINE and any(grid(name).size > 1 for name, *_ in drains)
-
-
-def hears_of_leaving(ranks: slice) -> Any:
-    """Return what sends a `Leave` to these *ranks* of the instance alone."""
-
-    def send(original: Any, self: Any, receivers: Any, message: Any) -> None:
-        original(self, list(receivers)[ranks] if isinstance(message, Leave) else receivers, message)
-
-    return send
+def leader_unheard(original: Any, self: Any, receivers: Any, message: Any) -> None:
+    original(self, list(receivers)[1:] if isinstance(message, Leave) else receivers, message)
 
 
 def joins_unheard(original: Any, self: Any, sender: str, message: Any) -> None:
@@ -68,10 +57,8 @@ MEMBERSHIP = (
     Mutant("M5", "an instance that joins again is not introduced", "I9",
            ((Membership, "introduce", lambda original, self, *pair:
              max(map(epoch_of, pair)) < 2 and original(self, *pair)),), changing),
-    Mutant("M6", "only the leader of an instance hears that it leaves", "I5",
-           ((RankProcess, "send", hears_of_leaving(slice(1))),), soon_given_up),
     Mutant("M7", "only the followers of an instance hear that it leaves", "I5",
-           ((RankProcess, "send", hears_of_leaving(slice(1, None))),), changing),
+           ((RankProcess, "send", leader_unheard),), changing),
     Mutant("M8", "the other side does not hear that an instance has left", "I8",
            ((Membership, "_forget", lambda original, self, instance, incarnation, reason:
              reason.endswith("has left") or original(self, instance, incarnation, reason)),), changing),
