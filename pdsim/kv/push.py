@@ -518,7 +518,7 @@ class KvSender:
         for part, write in enumerate(writes):
             state = write.room
             state.sequences.remove((event, part))
-            if not event.ok:
+            if not event.ok and state.status is not Status.SUCCESS:  # or its own writes had all succeeded
                 self._hold(state, event.failed)
                 self._broken(write, event.value)
                 continue

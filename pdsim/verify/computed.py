@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from pdsim.kv.contents import Contents
 from pdsim.kv.messages import Submit
-from pdsim.kv.pages import Pages, after, sources
+from pdsim.kv.pages import Pages, after
 from pdsim.serving.prefill import PrefillWorker
 from pdsim.serving.router import Router
 
@@ -124,6 +124,7 @@ class ComputedChecker:
             for span in self._spans.get(chunk.room, ()):
                 if span.chunk == chunk.index:
                     self._begun.setdefault((name, chunk.room), []).append((clock, begun, seconds, span.end))
+                    self._write(member, chunk.room, span.start)  # also what is not sent, for rooms beside it
         layers(message, begun, seconds)
 
     def _timed(self, leader: str, seconds: Callable[[Any], float], pieces: list[tuple[int, int]]) -> float:
@@ -166,16 +167,20 @@ class ComputedChecker:
         self._store(member, 1)
 
     def _write(self, member: Any, room: int, start: int) -> None:
-        scheduler, page_size = self._schedulers[member.rank.name.partition(".")[0]], member.job.page_size
-        if scheduler.engine.incarnation != member.incarnation or not member.rank.device.holds_bytes:
+        if not member.rank.device.holds_bytes:
             return
-        pages = scheduler.pages.pool.owners.get(room)
+        pages, page_size = self._pages(member, room), member.job.page_size
         if pages is None:
             self._report(
                 "I3", f"the forward of room {room} on {member.rank.name} ends when it has no pages any more"
             )
         else:
             member.mover.contents.fill(room, after(pages, start // page_size), start // page_size * page_size)
+
+    def _pages(self, member: Any, room: int) -> Pages | None:
+        # All of them, those included that decode holds; None if it has none any more.
+        scheduler = self._schedulers[member.rank.name.partition(".")[0]]
+        return scheduler.pages.pool.owners.get(room) if scheduler.engine.incarnation == member.incarnation else ()
 
     def _outgoing(self, member: Any, outgoing: Callable[[], list[tuple[int, int]]]) -> list[tuple[int, int]]:
         pages = outgoing()
@@ -227,9 +232,9 @@ class ComputedChecker:
     def _begins(self, member: Any, begin: Callable[[Any], Any], message: Any) -> Any:
         leaving = {page for (of, _), pages in self._leaving.items() if of == id(member) for page in pages}
         for chunk in message.chunks if leaving else ():
-            starts = [span.start for span in self._spans.get(chunk.room, ()) if span.chunk == chunk.index]
-            computed = max([0, *starts]) // member.job.page_size - chunk.first_page  # others have been before
-            own = {page + more for page, count in after(sources(chunk.runs), computed) for more in range(count)}
+            first = [span.start for span in self._spans.get(chunk.room, ()) if span.chunk == chunk.index]
+            pages = after(self._pages(member, chunk.room) or (), max([0, *first]) // member.job.page_size)
+            own = {page + more for page, count in pages for more in range(count)}  # what it may write
             if own & leaving:
                 what = f"page {min(own & leaving)}, which is on its way to host memory"
                 self._report("I3", f"a forward of room {chunk.room} on {member.rank.name} writes {what}")

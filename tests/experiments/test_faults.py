@@ -28,10 +28,12 @@ from experiments.faults.scenario import KINDS, attempt, draw
 from pdsim.core.clock import fire
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import silent
+from pdsim.kv.messages import Status
 from pdsim.kv.policy import Policy, Staging
 from pdsim.kv.push import KvSender
 from pdsim.kv.receiver import KvReceiver, StagingReceiver
 from pdsim.results.record import Result
+from pdsim.serving.block_manager import BlockManager
 from pdsim.serving.decode import DecodeScheduler
 from pdsim.serving.forward_runs import ForwardRuns
 from pdsim.serving.handoff.push import PushDecode, PushPrefill
@@ -239,6 +241,41 @@ def test_layers_leave_only_once_a_slow_device_computed_them():
     assert not shown.run().violations
     with patched(((PushPrefill, "layers", at_once),)):
         assert {each.invariant for each in shown.run().violations} == {"I10"}
+
+
+def fails_what_is_written(original: Any, self: KvSender, writes: list[Any], event: Any) -> None:
+    over = [write for write in writes if write.room.status is Status.SUCCESS]
+    original(self, writes, event)
+    for write in over if not event.ok else ():
+        self._broken(write, event.value)
+
+
+def goes_at_once(original: Any, self: BlockManager) -> list[tuple[int, int]]:
+    pages: list[tuple[int, int]] = original(self)
+    if pages:
+        self.came([key for key, _ in pages])
+    return pages
+
+
+BESIDE = [
+    (143, "broken layerwise", (KvSender, "_sequence_over", fails_what_is_written), "I1"),
+    (384, "caches held tiers", (BlockManager, "outgoing", goes_at_once), "I3"),
+]
+
+
+@pytest.mark.parametrize(("seed", "kinds", "change", "law"), BESIDE, ids=lambda value: str(value)[:9])
+def test_rooms_beside_each_other_have_what_is_theirs(seed, kinds, change, law):
+    always = frozenset(kinds.split())
+    shown = FaultTrial(seed, 8, 0.4, frozenset(KINDS) - always, always)
+    assert not shown.run().violations
+    with patched((change,)):
+        assert law in {violation.invariant for violation in shown.run().violations}
+
+
+@pytest.mark.parametrize(("seed", "requests"), [(21, 14), (736, 8)])
+def test_what_decode_holds_is_computed_and_not_sent(seed, requests):
+    kinds = frozenset(("caches", "held", "layerwise"))
+    assert not FaultTrial(seed, requests, 0.4, frozenset(KINDS) - kinds, kinds).run().violations
 
 
 def gives_up_anyway(self: Router, request: Any, reason: str, but: str = "") -> None:
