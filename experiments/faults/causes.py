@@ -326,7 +326,9 @@ class Causes:
     def _slowed(self, past: History) -> bool:
         # A transfer of it was held up, or one before it in the queue of the engine, or a rank or link was slow.
         sharing = self._sharing(past)
-        queued = sharing if any(model.full == "wait" and model.depth for model in self._models) else ()
+        # layer by layer, the writes of several rooms are one sequence
+        waits = self._scenario.job.layerwise or any(model.full == "wait" and model.depth for model in self._models)
+        queued = sharing if waits else ()
         if any(room in self._held for other in (past, *queued) for _, room, *_ in other.tries):
             return True
         before = sharing if any(model.in_order for model in self._models) else ()

@@ -320,6 +320,9 @@ class _Stall:
         self._report, self._member, self._seconds = report, member, stall._seconds
         self._since: float | None = None
         self._woken = False
+        self._resumed = 0.0  # when the last pause of the rank ends: all that was due wakes it at that instant
+        clock = member.clock
+        clock.pause = partial(self._paused, clock.pause)
         stall.too_long = partial(self._asked, stall.too_long)
         stall.clear = partial(self._cleared, stall.clear)
         stall._wake = partial(self._wakes, stall._wake)
@@ -333,11 +336,15 @@ class _Stall:
             self._report(
                 "I15", f"{self._member.rank.name} gives up after {waited:g} s what may wait {self._seconds:g}"
             )
-        if gives_up and waited > self._seconds + _ROUNDING and not self._woken:
+        if gives_up and waited > self._seconds + _ROUNDING and not self._woken and now > self._resumed:
             self._report(
                 "I12", f"nothing wakes {self._member.rank.name} when its queue has waited {self._seconds:g} s"
             )
         return gives_up
+
+    def _paused(self, pause: Callable[[float], None], end: float) -> None:
+        self._resumed = end
+        pause(end)
 
     def _cleared(self, clear: Callable[[], None]) -> None:
         self._since = None

@@ -114,7 +114,7 @@ class InvariantChecker(Observer):
         self.bounds = BoundsChecker(self._report, self.reached)
         self._waits = WaitChecker(self._report)
         self.endings = EndingChecker(self._report)
-        self.written: dict[int, float] = {}  # rooms: when prefill has said that all of it is written
+        self.written: dict[int, float] = {}  # rooms: when a rank has said that all of it has moved
         self.went_on: dict[int, float] = {}  # rooms: when decode has what it waited for, or gives up
         self._members: dict[str, Any] = {}
         self._gone: set[str] = set()
@@ -287,7 +287,7 @@ class InvariantChecker(Observer):
     def _on_done(self, sender: str, message: TransferDone) -> None:
         if message.reason:
             self.given_up.add(message.room)
-        else:
+        elif message.nbytes:  # to be read, nothing has moved when it is computed
             self.written.setdefault(message.room, self._now())
         if not message.reason and self._reports.get((sender, message.room)) == "failed":
             self._report("I1", f"room {message.room} failed on {sender}, which says that it is written")

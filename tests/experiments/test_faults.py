@@ -383,8 +383,16 @@ def test_a_scenario_that_found_a_defect_is_clean(seed, requests, kinds, statuses
     assert statuses is None or done.statuses == statuses
 
 
-def test_a_scheduler_that_steps_is_not_taken_to_sleep():
-    assert not FaultTrial(10003110, always=frozenset({"changes"})).run().violations
+@pytest.mark.parametrize(
+    "seed",
+    [
+        10003110,  # a scheduler that steps does not sleep
+        22018259,  # at the end of a pause it is woken at the same instant
+        22012202,  # what is pulled has not moved when it is computed
+    ],
+)
+def test_a_scenario_that_alarmed_wrongly_is_clean(seed):
+    assert not FaultTrial(seed, always=frozenset({"changes"})).run().violations
 
 
 def test_reads_posted_before_the_reader_is_lost_are_watched():

@@ -121,6 +121,19 @@ def test_a_fault_explains_what_it_reached(failed, how, may):
     assert causes([failed], **how)[0].request(0, failed[-1]) is may
 
 
+@pytest.mark.parametrize(
+    ("other", "how", "may"),
+    [
+        (row("ok", 1.0, 8.0), {"layerwise": True}, True),
+        (row("ok", 1.0, 8.0), {}, False),
+        (row("ok", 1.0, 8.0, decode="decode0", prefill="prefill1"), {"layerwise": True}, False),  # elsewhere
+        (row("ok", 6.5, 8.0), {"layerwise": True}, False),  # later
+    ],
+)
+def test_layer_by_layer_a_held_write_holds_rooms_beside(other, how, may):
+    assert causes([LONG, other], held=frozenset({2}), **job(**how))[0].request(0, LONG[-1]) is may
+
+
 def test_instances_are_out_until_they_are_back():
     assert outages(BACK["kill"], BACK["restart"], ["prefill0.0"])["prefill0"].end == INFINITE
     faults = Faults(silences=(Silence("decode0.0", 1.0, 4.0),))
