@@ -65,7 +65,8 @@ def _has_runs(scheduler: Scheduler) -> bool:
     alone = not (job.cache.prefill or job.cache.tiered or job.gather or job.prefill_time.exchange)
     plain = isinstance(scheduler.mover.sender, KvSender) and not (job.layerwise or job.staging)
     known = bool(scheduler.engine.ends((0.0,))) and job.prefill.pp == 1 and not job.chunk % job.page_size
-    return exact and alone and plain and known and job.handoff.notify != "poll" and takes_first(scheduler.policy)
+    beside = job.handoff.queues and job.handoff.notify != "poll"  # else posts may hold the scheduler up
+    return bool(exact and alone and plain and known and beside and takes_first(scheduler.policy))
 
 
 class ForwardRun:

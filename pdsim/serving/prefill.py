@@ -194,8 +194,7 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
         self._idle: Event | None = None
         self._next: Forward | None = None
         self._begun: list[int] = []  # failed rooms of it, which ranks hear of when it has begun
-        self._launched = 0.0  # with ``ahead``, on the clock: when the last launch ends, and the forward that runs
-        self._ends = 0.0
+        self._launched = self._ends = 0.0  # with ``ahead``, on the clock, of the last launch and the running forward
         self._held_up = 0.0  # seconds that the requests which the next forward begins hold it up
         self.has_runs: bool | None = None  # whether forwards may be chosen at once, when that has been asked
         worker.launching = self.launching
@@ -380,12 +379,13 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
         seconds = forward.seconds
         if isinstance(forward, Forwards):
             assert self.worker.runs is not None
-            run, seconds = self.worker.runs.chosen(self._launched), forward.more[-1]
+            run = self.worker.runs.chosen(self._launched)
             yield run.last
             self.worker.runs.catch_up(self.host)
-            if run.stopped:  # the one after has been launched, and has nothing to compute
+            if run.stopped and self.clock.now >= self._launched:  # the one after is launched, and computes nothing
                 self._next = Forward(forward.incarnation, run.stopped, ())
                 return
+            seconds = run.ends[-1] - self.clock.now if run.stopped else forward.more[-1]
         self._ends = self.clock.now + seconds + self.job.gather_seconds(sum(forward.tokens))
         if self._launched < self._ends:
             yield self.clock.timeout(max(0.0, self._launched - self.clock.now))

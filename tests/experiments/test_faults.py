@@ -372,6 +372,8 @@ FIXED = [
     (6008284, 7, "delays pulls", None),  # a lease ended, whose read decode had finished
     (6015779, 50, "delays late squeezes grows caches changes drafts", None),  # a write timed out, and had arrived
     (6007318, 47, "kills broken caches", None),  # no forward followed the last evictions
+    (30118800, 8, "aborts hosts engines runs", None),  # a run was stopped before its second forward was chosen
+    (30181382, 12, "engines runs", None),  # in a run, posts by the scheduler's thread did not hold it up
 ]
 """Scenarios that once broke an invariant: seed, requests, kinds of faults, and how the requests end."""
 
