@@ -392,6 +392,7 @@ FIGURES = (
 
 
 if __name__ == "__main__":
+    from experiments.reports import figures  # a composed configuration has the options of this, not of __main__
     from pdsim.config.compose import compose
 
-    keep(simulated(compose(["experiment=report_figures"]), lambda *_: None), data("reports", "figures.csv"))
+    figures.keep(figures.simulated(compose(["experiment=report_figures"]), silent), data("reports", "figures.csv"))
