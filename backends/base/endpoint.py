@@ -232,7 +232,7 @@ class _KnownPeers:
         return state
 
     def void(self, name: str, epoch: int) -> None:
-        """Refuse rank *name* with an address up to *epoch*: it is told that all regions are withdrawn."""
+        """Refuse rank *name* up to *epoch*, and tell it that all regions are withdrawn."""
         self._void[name] = epoch
 
     def is_quiesced(self, name: str) -> bool:

@@ -128,7 +128,7 @@ def _card(machine: Machine, place: Place) -> tuple[int, int]:
 
 
 def _whole(few: Outcome, machine: Machine, ranks: Sequence[RankSpec], columns: Columns) -> Outcome:
-    # The outcome of all *ranks*, of which *few* ran.
+    # The outcome of all *ranks*, from that of the *few* that ran.
     specs = {spec.name: spec for spec in ranks}
     links = {
         name: share * columns.number / 2 if name.endswith("/host/memory") else share
@@ -162,7 +162,7 @@ def _whole(few: Outcome, machine: Machine, ranks: Sequence[RankSpec], columns: C
 def completed(
     few: Mapping[str, RankResult], ranks: Sequence[RankSpec], columns: Columns
 ) -> Mapping[str, RankResult]:
-    """Return the results of *ranks* in their order, of which *few* are there: those of two *columns*, or of all."""
+    """Return the results of all *ranks* in order, from the *few* of two *columns*; unchanged if all ran."""
     if any(columns.of(name) > 1 for name in few):
         return few
     every = dict(few)

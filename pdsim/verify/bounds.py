@@ -303,7 +303,7 @@ class _Ring:
                 self._report("I8", f"{name} has forgotten room {key[0]}, and keeps a chunk of it: {state}")
             dead = proven.get(instance_of(writer), 0) >= epoch_of(writer)
             if dead and severed in ("", question.sender) and state != "scattering":
-                self._report("I8", f"{name} keeps a slot for {writer}, of which nothing moves any more: {key}")
+                self._report("I8", f"{name} keeps a slot for {writer}, which has no transfer under way: {key}")
 
     def _check_scattered(self, arrival: Arrival) -> None:
         key, states = (arrival.room, arrival.writer, arrival.chunk), self._states()

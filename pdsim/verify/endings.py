@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether what is over ends, once and for a reason: a part of `pdsim.verify.invariants`.
+"""Check that everything ends once, and for a reason: a part of `pdsim.verify.invariants`.
 
-Ranks that are told to stop, requests that have lost an instance, pages that a fence frees, requests that nothing but
-pages in quarantine keeps from starting, and the memory of ranks that have ended.
+It looks at ranks that stop, requests that lost an instance, pages that a fence frees, requests that only pages in
+quarantine keep from starting, and the memory of ended ranks.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class EndingChecker:
             self._stops.setdefault(id(member), member.clock.now)
         stop(sender, message)
         if sender == ROUTER and not member.scheduler.rooms and not member.has_ended:
-            self._report("I12", f"{member.rank.name} has no rooms, is told to stop, and goes on")
+            self._report("I12", f"{member.rank.name} has no rooms and runs on after Stop")
 
     def _ends(self, member: Any, end: Callable[..., None], *more: Any) -> None:
         until = self._stops.get(id(member), member.clock.now) + member.job.deadline

@@ -1,4 +1,4 @@
-"""The seeds of `experiments.reports`: what each report claims, where it does not hold, and what is kept of it."""
+"""The seeds of `experiments.reports`: what each report claims, where a claim fails, and the points kept."""
 
 import re
 from dataclasses import dataclass, replace
