@@ -31,7 +31,7 @@ RUNS = (
 )
 """Both sides' programs, pages, state and contents, over every path."""
 TESTS = (
-    *(f"tests/sim/test_{name}.py" for name in ("endpoint", "hosts", "link", "memory", "posting")),
+    *(f"tests/sim/test_{name}.py" for name in ("endpoint", "hosts", "memory", "model", "posting")),
     *(f"tests/kv/test_{name}.py" for name in ("messages", "pages", "plan", "push", "receiver")),
     "tests/test_clock.py",
 )

@@ -11,6 +11,7 @@ import pdsim.core.clock
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import hatch_build
+from benchmarks import compiled
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -47,3 +48,7 @@ def test_nothing_is_compiled_unless_it_is_asked_for(tmp_path, monkeypatch):
 def test_doctor_says_whether_this_pdsim_is_compiled(pdsim_says):
     kind = "in pure Python" if pdsim.core.clock.__file__.endswith(".py") else "compiled"
     assert f"\nthe model (target=model): works, {kind}, and needs nothing more\n" in pdsim_says("doctor")[1]
+
+
+def test_what_ci_tests_of_the_compiled_wheel_is_there():
+    assert [path for path in compiled.TESTS if not (ROOT / path).exists()] == []

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -28,7 +29,7 @@ from backends.jobs.affinity import shares
 from backends.jobs.spawn import Spawn, spawn
 from backends.jobs.supervision import Alive, Done, Go, Line, Message, Moved, Start, WorkerReady
 from pdsim.core import errors
-from pdsim.core.errors import MessageError, PdsimError, PeerLost, TransferError, TransferTimeout
+from pdsim.core.errors import BackendUnavailable, MessageError, PdsimError, PeerLost, TransferError, TransferTimeout
 from pdsim.core.units import positive
 from pdsim.hardware.costs import Collective, Engine
 from pdsim.hardware.machine import NetworkLink
@@ -36,6 +37,9 @@ from pdsim.transfer.job import Outcome, RankResult, RankSpec, ranks_named
 
 SILENCE = 300.0  # seconds after which a rank that says nothing is ended, where nothing else is asked for
 CLOSING = 10.0  # seconds more that a rank may take, after its program, to close what it has open
+FILES = (
+    256  # a rank's sockets and libraries take about 45 beside one peer, and some engines abort where they get none
+)
 TAIL = 2000  # characters of a rank's output that go into the error of a rank that died
 
 
@@ -99,6 +103,10 @@ class Processes:
         Raise `BackendUnavailable` or a `ConfigError` if the engine or the configuration keeps a rank from starting,
         and another `TransferError` if something else does.
         """
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if files != resource.RLIM_INFINITY and files < FILES:
+            problem = f"a process may open {files} files here, and a rank needs {FILES}: ulimit -n {FILES}"
+            raise BackendUnavailable(problem)
         names = [spec.name for spec in ranks]
         ranks_named(names, kill=kill or {}, restart=restart or {}, pause=dict.fromkeys(pause or {}, 0.0))
         self.most_ranks = max(self.most_ranks, len(ranks))

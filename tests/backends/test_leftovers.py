@@ -137,6 +137,7 @@ def test_what_has_run_out_ends_the_run_in_one_line(engine, before, tmp_path):
     assert done.returncode == 1
     assert len(lines) == 1
     assert "BackendUnavailable" in lines[0]
+    assert ("ulimit -n 256" in lines[0]) == ("ulimit" in before)
     assert "Traceback" not in done.stderr
 
 
