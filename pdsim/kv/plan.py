@@ -96,10 +96,11 @@ class Planner:
         rows = descriptors = nbytes = 0
         ends = [0, 0]
         if runs:  # in columns: a batch of vLLM has a run for each of hundreds of pages
-            *firsts, counts = zip(*runs, strict=True)
-            if min(map(min, firsts)) < 0 or min(counts) < 1 or not _disjoint(firsts[1], counts):
-                return None
-            rows, ends = sum(counts), [max(map(add, first, counts)) for first in firsts]
+            sources, targets, counts = zip(*runs, strict=True)
+            starts, stops = sorted(targets), sorted(map(add, targets, counts))
+            if min(sources) < 0 or starts[0] < 0 or min(counts) < 1 or not all(map(le, stops, starts[1:])):
+                return None  # none begins before the one before it ends, in the order of each
+            rows, ends = sum(counts), [max(map(add, sources, counts)), stops[-1]]
         for section in self._kv:
             if not section.holds(*ends):
                 return None
@@ -161,11 +162,6 @@ class _Section:
             sizes = np.array([run[2] for run in runs], np.int64) * self._items[0]
             return source, target, np.tile(sizes, self.planes)
         return source, target, np.tile(self._pieces[2], len(source) // len(self._pieces[2]))
-
-
-def _disjoint(firsts: tuple[int, ...], counts: tuple[int, ...]) -> bool:
-    firsts, counts = zip(*sorted(zip(firsts, counts, strict=True)), strict=True)
-    return all(map(le, map(add, firsts, counts), firsts[1:]))
 
 
 def _check_inside(component: str, pages: Pages, rows: int) -> None:

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from pdsim.kv.layout import StateShape, Tensor
-from pdsim.kv.pages import ORDERS, PagePool, Pages, PrefixPagePool, SlotPool, StatePool, page_pool, pair
+from pdsim.kv.pages import ORDERS, PagePool, Pages, PrefixPagePool, SlotPool, StatePool, cut, page_pool, pair
 
 
 def filled(pool: PagePool, *counts: int) -> PagePool:
@@ -77,6 +77,23 @@ def test_pages_that_cannot_be_paired_or_reused_are_refused():
         pair(((0, 5),), ((0, 4),))
     with pytest.raises(ValueError, match="1 cached pages of 1: at least one must be computed"):
         served(4, [1]).reuse(2, 1, [1])
+
+
+def numbered(runs):
+    return [tuple(first + n for first in firsts) for *firsts, count in runs for n in range(count)]
+
+
+def test_pairs_and_parts_are_those_of_single_pages():
+    draw = random.Random(7)
+    for _ in range(500):
+        source, target = (tuple((draw.randrange(99), draw.choice((1, 1, 2, 5))) for _ in range(6)) for _ in range(2))
+        pages = list(zip(*map(numbered, (source, target)), strict=False))
+        source = source if len(pages) == len(numbered(source)) else ()
+        runs, pages = pair(source, target), pages if source else []
+        assert numbered(runs) == [(one, other) for (one,), (other,) in pages]
+        first, count = draw.randrange(20), draw.randrange(20)
+        assert numbered(cut(runs, first, count)) == numbered(runs)[first : first + count]
+        assert all(count > 0 for *_, count in cut(runs, first, count))
 
 
 def test_slots_have_one_owner():
