@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 TARGETS = ("model", "live")
 """Where the experiment can run; on the model it predicts, or compares what is stored."""
 KEEPS_FILES = True
-"""`run` takes the folder of the run, and writes files of its own there."""
 
 Parts = Mapping[str, Sequence[Request]]
 """Requests by the name of their part, each part from time 0 on."""

@@ -3,7 +3,7 @@
 
 ``python -m tools.faults_model reached`` runs the default trial and keeps how often it reached what.
 
-PARTS are files that ``experiment=faults experiment.parts=FILE`` kept; their CPU time is unknown.
+PARTS are files that ``experiment=faults experiment.parts=FILE`` kept.
 ``python -m tools.faults_model --save FILE PARTS`` keeps the sum of one of them for `STORED`, whose files are always
 counted; each is an object with the code and the options of a campaign, its seeds as pairs of the
 first and the one after the last, how requests ended, in how many scenarios a message or transition was reached, CPU
@@ -26,31 +26,22 @@ from tools.tables import markdown, rows
 STORED = data("benchmarks", "faults_model")
 REACHED = data("benchmarks", "faults_reached.csv")
 
-_NAMED = 4  # seeds in a row; its file in data has all
-
 
 def table(files: Sequence[Path] = ()) -> Iterator[str]:
-    """Yield the lines of a table of *files* and of those of `STORED`: a row for the parts of each code."""
-    parts: dict[tuple[str, int, float, str], list[dict[str, Any]]] = {}
+    """Yield the lines of a table of *files* and those of `STORED`, a row for the kinds in each scenario."""
+    parts: dict[str, list[dict[str, Any]]] = {}
     stored = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(STORED.glob("*.json"))]
     for part in (*stored, *map(_read, files)):
-        always = ", ".join(part.get("always", ()))
-        parts.setdefault((part["code"], part["requests"], part["intensity"], always), []).append(part)
+        parts.setdefault(", ".join(part.get("always", ())), []).append(part)
     lines = []
-    for (sha, _, _, always), group in parts.items():
-        seeds = _joined([span for part in group for span in part["seeds"]])
+    for always, group in parts.items():
         ends = sum((Counter(part["statuses"]) for part in group), Counter[str]())
-        bad = sorted({row[0] for part in group for row in part["violations"]})
-        spans = ", ".join(f"{first} to {end - 1}" for first, end in seeds[:2]) + (", ..." if len(seeds) > 2 else "")
-        total = sum(end - first for first, end in seeds)
-        known = all("cpu_seconds" in part for part in group)
-        hours = f"{sum(part['cpu_seconds'] for part in group) / 3600:.2f}" if known else "-"
-        more = ", ..." if len(bad) > _NAMED else ""
-        named = f"{len(bad)}: {', '.join(map(str, bad[:_NAMED]))}{more}" if bad else "0"
-        counts = (f"{count:,}" for count in (total, ends.total(), ends["ok"]))
-        lines.append((sha[:8], always or "-", spans, *counts, hours, named))
-    heads = ("code", "kinds in each", "seeds", "scenarios", "requests", "of them served", "CPU hours")
-    yield from markdown((*heads, "scenarios with violations"), lines)
+        scenarios = sum(end - first for part in group for first, end in part["seeds"])
+        bad = sum(len({row[0] for row in part["violations"]}) for part in group)
+        codes = len({part["code"] for part in group})
+        lines.append((always or "-", *(f"{each:,}" for each in (codes, scenarios, ends.total(), ends["ok"], bad))))
+    heads = ("kinds in each", "codes", "scenarios", "requests", "of them served", "scenarios with violations")
+    yield from markdown(heads, lines)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -167,22 +167,6 @@ def _factors(claim: Claim, points: Sequence[ReportPoint]) -> str:
     return "; ".join([model or "-", *([real] if real else [])]).replace(" to ", "-")
 
 
-def inline() -> Iterator[str]:
-    """Yield the table of docs/reports.md of inline against queued posting over loopback, predicted and measured."""
-    heads = {mori_state.STARTS: "forwards start", mori_state.TTFT: "TTFT", mori_state.SEEN: "completion seen"}
-    rows = []
-    points = [point for point in committed("seed_mori_state") if point.machine.startswith("loopback ")]
-    by = {(point.machine, point.at, point.claim, point.target): point for point in points}
-    for machine, at in dict.fromkeys((one.machine, one.at) for one in points if one.claim == mori_state.SEEN.name):
-        cells = [f"{machine.partition(' ')[2]}, {at.partition(' ')[0]}"]
-        for claim in heads:
-            model, real = (by.get((machine, at, claim.name, target)) for target in ("model", "real"))
-            measured = f"{claim.effect(real):.3g} ({real.low:.3g}-{real.high:.3g})" if real else "-"
-            cells.append(f"{claim.effect(model):.3g}; {measured}" if model else "-")
-        rows.append(cells)
-    yield from markdown(["backend, requests", *heads.values()], rows)
-
-
 def metadata() -> Iterator[str]:
     """Yield the table of docs/reports.md of metadata over NVLink against TCP, predicted and measured on 2 x H100."""
     predicted = {
@@ -267,7 +251,6 @@ PARTS: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
     "columns": ("docs/results.md", columns),
     "claims": ("docs/reports.md", claims),
     "metadata": ("docs/reports.md", metadata),
-    "inline": ("docs/reports.md", inline),
     "scorecard": ("docs/validation.md", scorecard.table),
     "figures": ("docs/validation.md", figures),
     "big models": ("docs/validation.md", big_models),

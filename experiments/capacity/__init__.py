@@ -34,7 +34,6 @@ from pdsim.transfer.job import Target
 from pdsim.version import __version__
 
 TARGETS = ("model",)
-"""Where the experiment can run."""
 
 _WAVE = 4
 """Deployments that are searched before the best of them rules out others, on any number of processes."""

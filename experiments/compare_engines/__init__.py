@@ -24,7 +24,6 @@ from pdsim.serving.settings import ServingEngine
 from pdsim.transfer.job import Target
 
 TARGETS = ("model",)
-"""Where the experiment can run."""
 
 COLUMNS = {
     "ttft_p50_s": "",

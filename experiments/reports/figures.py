@@ -33,7 +33,6 @@ from pdsim.sim.model import Model
 from pdsim.transfer.job import Target
 
 TARGETS = ("model",)
-"""Where the experiment can run."""
 
 CLOSE = 1.25
 """Between a factor and the reported one, for it to count as reached: set-ups are known no better."""

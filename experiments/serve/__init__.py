@@ -41,7 +41,6 @@ from pdsim.transfer.job import Outcome, Place, RankResult, RankSpec
 from pdsim.transfer.log import ArrayColumn, TransferLog, joined, rows
 
 TARGETS = ("model", "real", "live")
-"""Where the experiment can run."""
 SERVES = True
 """It places prefill and decode instances as ``parallel`` says, so the rules of serving apply."""
 CONTENTS = 16 << 30

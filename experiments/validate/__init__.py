@@ -35,7 +35,6 @@ from pdsim.validation.verdicts import (
 from pdsim.validation.verdicts import failures as beyond
 
 KEEPS_FILES = True
-"""`run` takes the folder of the run, and writes files of its own there."""
 
 TABLE = "validation.parquet"
 PREDICTING = 0.05  # share of the progress that predictions are: they take a minute, measuring many
