@@ -3,8 +3,8 @@
 
 By how much it is changed is found from the samples, one factor for all that the cause acts on.  Causes are ranked by
 what they leave unexplained; those that the samples cannot tell apart are marked, and ranked by how little they
-change.  What is beside the slow transfers tells most: the same from host memory, or of a program that measures the
-wire alone.
+change.  What is beside the slow transfers tells most: the same from host memory, of a program that measures the wire
+alone, or what tools say about the machine (`pdsim.calibration.pasted`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from pdsim.calibration.pasted import Fact
 from pdsim.calibration.robust import Floats
 from pdsim.calibration.samples import Sample
 from pdsim.core.units import Rate
@@ -28,7 +29,7 @@ _FACTORS = [2.0 ** (step / 40) for step in range(401)]  # 1 to 1024 in steps of 
 _ALIKE = 0.05  # the samples do not tell apart what leaves so little more unexplained, or less than they scatter
 # times a factor, how surprising a cause is: a fallback as much as a wire four times slower (assumed); logs of vLLM
 # have 72 descriptors in a transfer or more
-_SURPRISE = {"over TCP": 4.0, "late completions": 2.0, "more descriptors": 1 / 72}
+_SURPRISE = {"over TCP": 4.0, "not over NVLink": 4.0, "late completions": 2.0, "more descriptors": 1 / 72}
 
 Change = Callable[[float], tuple[EngineModel, Rate, float]]
 """From a factor to a model, the rate of its links, and the descriptors for each that the sample has."""
@@ -60,6 +61,7 @@ class Explanation:
     unexplained: float
     remedy: str
     alike: bool = False  # as good as the first one, by these samples
+    seen: tuple[str, ...] = ()  # what speaks for it, beside the samples
 
 
 def timings(samples: Sequence[Sample], model: EngineModel, line: Rate) -> list[Timing]:
@@ -73,14 +75,21 @@ def timings(samples: Sequence[Sample], model: EngineModel, line: Rate) -> list[T
 
 
 def explanations(
-    samples: Sequence[Sample], model: EngineModel, hw: Machine, line: Rate, tcp: EngineModel | None = None
+    samples: Sequence[Sample],
+    model: EngineModel,
+    hw: Machine,
+    line: Rate,
+    tcp: EngineModel | None = None,
+    facts: Sequence[Fact] = (),
 ) -> list[Explanation]:
     """Return explanations of *samples*, best first: *model* as it is, or with one cause of slowness.
 
     *line* is the rate of the links that *model* takes, in bytes/s; *tcp* is the same engine's model over TCP, if it
-    can fall back to it.  What is `EXPECTED` within `TOLERANCE` comes first.
+    can fall back to it.  What is `EXPECTED` within `TOLERANCE` comes first; of causes that the samples do not tell
+    apart, those that *facts* speak for.
     """
     usual = model, line, 1.0
+    spoken = {fact.cause: tuple(one.what for one in facts if one.cause == fact.cause) for fact in facts}
     slowest = max(one.seconds for one in samples if not one.bare)
 
     def unexplained(changed: tuple[EngineModel, Rate, float], acts: Acts = lambda one: not one.bare) -> float:
@@ -108,20 +117,27 @@ def explanations(
         "slow host": (host, lambda _: _OF_HOST),
         "late completions": (seen, lambda _: _OF_POLLING),
     }
-    on: dict[str, Acts] = {"slow wire": lambda _: True, "slow GPU memory": lambda one: one.memory == "gpu"}
-    if {one.memory for one in samples} >= {"gpu", "host"}:
+    on: dict[str, Acts] = {"slow wire": lambda _: True, "slow GPU memory": lambda one: one.memory != "host"}
+    kinds = {one.memory for one in samples}
+    if "slow GPU memory" in spoken or ("gpu" in kinds and ("host" in kinds or model.path == "rdma")):
         changes["slow GPU memory"] = wire, (lambda _: _OF_GPU)
     if len({one.bare for one in samples}) == 2:
         changes["slow engine"] = wire, (lambda _: _OF_ENGINE)
     if not any(one.counted for one in samples):
         changes["more descriptors"] = (lambda factor: (model, line, factor)), (lambda _: _OF_DESCRIPTORS)
+    if model.path == "nvlink" and hw.gpu is not None:
+        pcie, aside = hw.gpu.pcie, _slower(model, max(1.0, model.rate / hw.gpu.pcie))
+        changes["not over NVLink"] = (
+            (lambda factor: (_slower(aside, factor), pcie / factor, 1.0)),
+            (lambda _: _OF_PCIE),
+        )
     if tcp is not None:  # on a host that may be slow, too
         changes["over TCP"] = (lambda factor: host(factor, tcp, hw.host.tcp_rate)), (lambda _: _OF_TCP)
     for cause, (change, remedy) in changes.items():
         acts = [on[cause]] if cause in on else []
         left, factor = min((unexplained(change(factor), *acts), factor) for factor in _FACTORS)
-        if factor > 1.0 or cause == "over TCP":
-            found.append(Explanation(cause, factor, left, remedy(factor)))
+        if factor > 1.0 or cause in ("over TCP", "not over NVLink"):
+            found.append(Explanation(cause, factor, left, remedy(factor), seen=spoken.get(cause, ())))
     # the mean of n deviations is known to its n-th root, if they scatter as much as they are large
     least = min(one.unexplained for one in found)
     scatter = float(np.expm1(np.log1p(least) * (1.0 + len(samples) ** -0.5)))
@@ -129,13 +145,13 @@ def explanations(
     expected = found[0].unexplained <= TOLERANCE
     quickest = min(one.expected for one in timings([one for one in samples if not one.bare], model, line))
 
-    def rank(one: Explanation) -> tuple[bool, bool, int, bool, float]:
+    def rank(one: Explanation) -> tuple[bool, bool, bool, int, bool, float]:
         change = one.factor
         if one.cause == "late completions":  # of the transfer that it changes most
             change = 1.0 + slowest * (one.factor - 1.0) / (_FACTORS[-1] - 1.0) / quickest
         doublings = round(np.log2(change * _SURPRISE.get(one.cause, 1.0))) if one.alike else 0
         other = one.cause != EXPECTED
-        return other or not expected, not one.alike, doublings, other, one.unexplained
+        return other or not expected, not one.alike, not (one.alike and one.seen), doublings, other, one.unexplained
 
     return sorted(found, key=rank)
 
@@ -161,11 +177,18 @@ def _logs(samples: Sequence[Sample], model: EngineModel, line: Rate, split: floa
 
 
 _OF_TCP = "read which transport its log names: UCX_TLS, MC_FORCE_TCP, /dev/infiniband in the container"
+_OF_PCIE = (
+    "nvidia-smi topo -m shows NV#; cuda_ipc in UCX_TLS, all GPUs visible in both containers, one IPC namespace, "
+    "memory that can be shared (no expandable segments)"
+)
 _OF_HOST = "its processor is slow or busy: pdsim doctor --host; post from a thread and a core of its own"
-_OF_POLLING = "who polls is busy: poll more often, or from a thread of its own"
+_OF_POLLING = (
+    "who polls is busy, or a transfer does more than move bytes (first contact, memory registered or mapped anew): "
+    "poll from a thread of its own, register once, measure after a warm-up"
+)
 _OF_GPU = (
-    "host memory is quicker over the same wire: GPUDirect (nvidia_peermem, dmabuf), card and GPU on one PCIe switch "
-    "(nvidia-smi topo -m), ACS or IOMMU off, relaxed ordering"
+    "if host memory is quicker over the same wire: GPUDirect (nvidia_peermem, dmabuf), card and GPU on one "
+    "PCIe switch (nvidia-smi topo -m), ACS or IOMMU off, relaxed ordering"
 )
 _OF_ENGINE = (
     "the bare wire is quicker: the engine's transport, queue pairs, rails, threads, and memory registered without "

@@ -10,18 +10,20 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-from pdsim.calibration import diagnosis, importers
+from pdsim.calibration import diagnosis, importers, pasted
 from pdsim.calibration import samples as points
 from pdsim.calibration.calibrate import base_of, link_of
 from pdsim.calibration.diagnosis import EXPECTED, TOLERANCE, Explanation, Timing
+from pdsim.calibration.pasted import Fact
 from pdsim.calibration.samples import Sample
 from pdsim.cli.help import parse
 from pdsim.config import Config
 from pdsim.config.compose import CommandLine, composed
-from pdsim.core import plugins
+from pdsim.core import files, plugins
 from pdsim.core.errors import ConfigError
 from pdsim.core.units import Rate, format_size, format_time
 from pdsim.hardware.costs import EngineModel
+from pdsim.recipes import wire_chosen
 from pdsim.results import terminal
 from pdsim.results.kept import KeptRun
 from pdsim.results.record import Table
@@ -42,12 +44,17 @@ def diagnose(words: Sequence[str]) -> int:
     sources, overrides = [word for word in rest if "=" not in word], [word for word in rest if "=" in word]
     if not sources:
         raise ConfigError("diagnose needs a log, folder or URL; see pdsim diagnose --help")
-    samples, config = _measured(sources[0], overrides, asked)
-    for source in sources[1:]:
+    texts = [text for source in sources if (text := _text(source))]
+    told = [source for source in sources if _tells(source)]
+    if not (timed := [source for source in sources if source not in told]):
+        raise ConfigError(f"{sources[0]} holds no times of transfers; name a log or a bench beside it")
+    samples, config = _measured(timed[0], overrides, asked)
+    for source in timed[1:]:
         samples += _measured(source, overrides, asked)[0]
     at = asked.get("--path", "") or ("intra" if config.backend.intra and config.hw.nodes == 1 else "inter")
     if at not in ("intra", "inter"):
         raise ConfigError(f"--path {at}: must be intra or inter")
+    facts = _facts("\n".join(texts), config, at)
     model, line = _expected(config, at)
     hw, tcp = config.hw, _over_tcp(config, overrides, asked, at)
     engine = [one for one in samples if not one.bare]
@@ -59,21 +66,49 @@ def diagnose(words: Sequence[str]) -> int:
         tcp = tcp and _of_threads(tcp, threads)
         hw = replace(hw, host=replace(hw.host, tcp_rate=hw.host.tcp_rate / threads))
     timings = diagnosis.timings(engine, model, line)
-    ranked = diagnosis.explanations(samples, model, hw, line, tcp)
+    ranked = diagnosis.explanations(samples, model, hw, line, tcp, facts)
     if "--json" in asked:
         about = {"backend": config.backend.name, "hw": config.hw.name, "path": at}
         terminal.show_lines(
-            dumps(about | {"transfers": list(map(asdict, timings)), "causes": list(map(asdict, ranked))})
+            dumps(
+                about
+                | {"transfers": list(map(asdict, timings)), "causes": list(map(asdict, ranked)), "facts": facts}
+            )
         )
         return 0
     shared = f", {threads} threads that share the links" if threads > 1 else ""
     terminal.show_lines(f"{config.backend.name} on {config.hw.name}, {at}: measured beside the model{shared}")
     terminal.show_table(_timings(timings), definitions=False)
-    terminal.show_lines(*_verdict(ranked, max(one.sample.seconds / one.expected for one in timings)))
+    terminal.show_lines(*_verdict(ranked, timings))
     terminal.show_table(_causes(ranked), definitions=False)
+    terminal.show_lines(*(f"seen: {one.what} ({_speaks(one)})" for one in facts))
     if fewer := _fewer(timings, model, line):
         terminal.show_lines(fewer)
     return 0
+
+
+def _text(source: str) -> str:
+    path = Path(source)
+    return files.text(path) if path.is_file() else ""
+
+
+def _tells(source: str) -> bool:
+    # whether a file has no times, but what tools say about the machine
+    text = _text(source)
+    return bool(text and not importers.tool_of(text) and pasted.SIGN.search(text))
+
+
+def _facts(text: str, config: Config, at: str) -> list[Fact]:
+    # beside what tools said, the wire that variables choose, as `pdsim recipe` takes it
+    facts = pasted.facts(text, config.hw, local=at == "intra")
+    for variable, keys in wire_chosen(pasted.variables(text), config.backend.name).items():
+        if keys.get("backend", "").endswith("_tcp") or (at == "inter" and keys.get("backend.inter.path") == "tcp"):
+            facts.append(Fact("over TCP", variable))
+    return facts
+
+
+def _speaks(one: Fact) -> str:
+    return f"speaks for {one.cause}{f', {one.factor:.3g} times' * (one.factor > 1.0)}"
 
 
 def _measured(source: str, overrides: Sequence[str], asked: Mapping[str, Any]) -> tuple[list[Sample], Config]:
@@ -178,8 +213,10 @@ def _timings(timings: Sequence[Timing]) -> Table:
     return Table("Transfers", dict.fromkeys(heads, ""), rows)
 
 
-def _verdict(ranked: Sequence[Explanation], slowest: float) -> list[str]:
+def _verdict(ranked: Sequence[Explanation], timings: Sequence[Timing]) -> list[str]:
     first, *others = ranked
+    worst = max(timings, key=lambda one: one.sample.seconds / one.expected)
+    slowest = worst.sample.seconds / worst.expected
     if slowest < 1.0 and first.unexplained > TOLERANCE:
         return [f"nothing is slow: every transfer is faster than the model, {1 / slowest:.2g} times or more"]
     alike = [one.cause for one in others if one.alike]
@@ -188,6 +225,9 @@ def _verdict(ranked: Sequence[Explanation], slowest: float) -> list[str]:
     if first.cause == EXPECTED or first.unexplained > _UNEXPLAINED:
         return [f"no single cause explains these times; {_said(first)} leaves {first.unexplained:.0%} in the mean"]
     lines = [f"likely: {_said(first)}; {first.remedy}"]
+    if slowest > 1.0:
+        took, takes = format_time(worst.sample.seconds), format_time(worst.expected)
+        lines.append(f"without it {worst.sample.blocks} x {format_size(worst.sample.size)} take {takes}, not {took}")
     if alike:
         lines.append(f"or {', '.join(alike)}: only transfers of other sizes and numbers of descriptors tell which")
     return lines

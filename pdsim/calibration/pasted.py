@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users paste beside slow transfers, and which cause of `pdsim.calibration.diagnosis` each speaks for.
+
+It reads ``nvidia-smi topo -m``, ``ibstat``, ``ibv_devinfo``, lines of UCX (``UCX_LOG_LEVEL=info``,
+``UCX_PROTO_INFO=y``) and of Mooncake, ``lsmod``, and variables, wherever they are in a text.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from pdsim.hardware.machine import Machine
+
+NEAR = ("PIX", "PXB", "PHB", "NODE", "SYS")
+"""How far a card is from a GPU, by ``nvidia-smi topo -m``, from one PCIe switch to another socket."""
+_SPEEDS = (10, 25, 40, 50, 56, 100, 200, 400, 800, 1600)  # Gb/s
+_VARIABLE = re.compile(r"\b((?:UCX|MC|NIXL|NCCL)_[A-Z0-9_]+)=['\"]?([^\s'\";]*)")
+_CHOICE = re.compile(r"(?:UCX_NET_DEVICES=|MC_MS_FILTERS=|ib-device[= ]|device_name[= ])['\"]?([\w:,]+)")
+SIGN = re.compile(
+    r"(?m)^\s*GPU0\s+(?:GPU1|NIC|mlx)|^\s*CA '|hca_id:|\.\.inf\s*\||ep_cfg\[|\b(?:UCX|MC)_[A-Z_]+=|^I\d{4} |lsmod"
+)
+"""What shows that a text is of one of these tools."""
+
+
+class Fact(NamedTuple):
+    """*what* a tool said, for a *cause*, and by which *factor* it slows transfers; 0 where that is not said."""
+
+    cause: str
+    what: str
+    factor: float = 0.0
+
+
+def variables(text: str) -> dict[str, str]:
+    """Return the variables of UCX, Mooncake, NIXL and NCCL that *text* sets, the last of each."""
+    return dict(_VARIABLE.findall(text))
+
+
+def facts(text: str, hw: Machine, local: bool) -> list[Fact]:
+    """Return what *text* says about the wire that transfers took, within a node if they are *local*."""
+    text = re.sub(r"\x1b\[[\d;]*m", "", text)
+    named = {card.partition(":")[0] for cards in _CHOICE.findall(text) for card in cards.split(",")} - {"all", ""}
+    said = [*_topology(text, named, local), *_transports(text, local), *_lines(text)]
+    if not local:
+        said += _ports(text, named, hw)
+    elsewhere = "slow GPU memory" if local else "not over NVLink"
+    return [fact for fact in dict.fromkeys(said) if fact.cause != elsewhere]
+
+
+def _topology(text: str, named: set[str], local: bool) -> Iterator[Fact]:
+    # The matrix may be cut at its right, and its columns may be NIC0 with a legend, or the devices themselves.
+    legend = dict(re.findall(r"(NIC\d+): (\w+)", text))
+    heads: list[str] = []
+    pairs, cards = dict[str, str](), dict[str, dict[str, str]]()
+    for line in text.splitlines():
+        words = line.split()
+        if words[:1] == ["GPU0"] and "X" not in words:
+            heads = [word for word in words if re.fullmatch(r"GPU\d+|NIC\d+|[a-z]\w*\d", word)]
+        elif heads and re.match(r"GPU\d+", line.strip()) and len(words) > len(heads):
+            cells = dict(zip(heads, words[1:], strict=False))
+            pairs |= {f"{words[0]} and {head}": cell for head, cell in cells.items() if head.startswith("GPU")}
+            far = {legend.get(head, head): cell for head, cell in cells.items() if cell in NEAR}
+            cards[words[0]] = {card: cell for card, cell in far.items() if not card.startswith("GPU")}
+    joined = {cell for cell in pairs.values() if cell != "X"}
+    if local and joined and not any(cell.startswith("NV") for cell in joined):
+        yield Fact("not over NVLink", f"GPUs are joined by {', '.join(sorted(joined))}")
+    for gpu, near in {} if local else cards.items():
+        best = min(near, key=lambda card: NEAR.index(near[card]), default="")
+        own = [card for card in near if card in named] or [best] * bool(best)
+        used = min(own, key=lambda card: NEAR.index(near[card]), default="")
+        if used and NEAR.index(near[used]) > NEAR.index(near[best]):
+            yield Fact("slow wire", f"{gpu} and {used} are {near[used]}, {best} is {near[best]}")
+        if used and near[used] in NEAR[-2:]:
+            yield Fact("slow GPU memory", f"{gpu} reaches {used} across {near[used]}")
+
+
+def _ports(text: str, named: set[str], hw: Machine) -> Iterator[Fact]:
+    # ibstat: CA, State, Rate.  ibv_devinfo: hca_id, state, active_width and active_speed, of a lane or of all
+    starts = [*re.finditer(r"(?m)^\s*(?:CA '(\w+)'|hca_id:\s*(\w+))", text)]
+    up, down = dict[str, float](), []
+    for start, end in zip(starts, [*(one.start() for one in starts[1:]), len(text)], strict=False):
+        port, name = text[start.end() : end], start[1] or start[2]
+        if named and name not in named:
+            continue
+        if not re.search(r"(?i)\bstate:\s*(?:PORT_)?ACTIVE", port):
+            down.append(name)
+        elif rate := re.search(r"Rate:\s*(\d+)", port):
+            up[name] = float(rate[1])
+        elif lane := re.search(r"active_speed:\s*([\d.]+) Gbps", port):
+            width = re.search(r"active_width:\s*(\d+)X", port)
+            up[name] = float(lane[1]) * (int(width[1]) if width else 1)
+        mtu = [int(number) for number in re.findall(r"(?:active|max)_mtu:\s*(\d+)", port)]
+        if len(mtu) > 1 and min(mtu) < 2048 <= max(mtu):
+            yield Fact("slow wire", f"{name} sends packets of {min(mtu)} bytes, it could of {max(mtu)}")
+    if down and (named or len(up) < hw.nic.count):
+        yield Fact("slow wire", f"{', '.join(down)}: not active", (len(up) + len(down)) / len(up) if up else 0.0)
+    fastest = max(up.values(), default=0.0)
+    # what software reaches of a card of hw.nic.rate, up to the next speed that there is
+    wanted = next((speed for speed in _SPEEDS if speed >= hw.nic.rate * 7.9e-9), 0)
+    if 0 < fastest < wanted:
+        cards = ", ".join(name for name, rate in up.items() if rate == fastest)
+        yield Fact("slow wire", f"{cards} at {fastest:g} Gb/s, hw.nic.rate is of {wanted}", wanted / fastest)
+
+
+_ROW = re.compile(r"\|\s*[\w.]+\.\.inf\s*\|\s*([^|]*?)\s*\|\s*([^|]*?)\s*\|")
+_LANES = re.compile(r"ep_cfg\[\d+\]: (.*)")
+_VERBS = re.compile(r"\b(?:rc|dc|ud|rc_\w+|dc_\w+|ud_\w+|srd)/")
+
+
+def _transports(text: str, local: bool) -> Iterator[Fact]:
+    # UCX names what it chose for the largest messages in a table, and in a line the lanes of each endpoint
+    rows = [(how, by) for how, by in _ROW.findall(text) if by]
+    lanes = [line for line in _LANES.findall(text) if re.search(r"(?:rma|rma_bw|tag|am)\S*\(", line)]
+    taken = " ".join([by for _, by in rows] or lanes)
+    if not taken:
+        return
+    verbs, nvlink = bool(_VERBS.search(taken)), "cuda_ipc" in taken
+    if "tcp/" in taken and not verbs and not nvlink:
+        yield Fact("over TCP", "UCX chose tcp for the bytes")
+    elif local and not nvlink:
+        yield Fact("not over NVLink", f"UCX chose {taken} for the bytes, not cuda_ipc")
+    for how, by in rows:
+        if "emulation" in how or "cuda_copy" in by:
+            yield Fact("not over NVLink" if local else "slow GPU memory", f"UCX chose {how}, {by}")
+
+
+_SIGNS: Mapping[str, tuple[str, str]] = {
+    r"TcpTransport: listen|[Ff]alling back to TCP|MC_FORCE_TCP=[1t]": ("over TCP", "Mooncake chose TCP"),
+    r"(?:Found|found) 0 HCAs|No RDMA devices? found": ("over TCP", "no RDMA device was found"),
+    r"(?i)CPU affinity is not set": ("slow host", "processes are not pinned (CPU affinity is not set)"),
+    r"Relaxed ordering disabled|MC_IB_PCI_RELAXED_ORDERING=0": ("slow GPU memory", "relaxed ordering is off"),
+    r"(?i)peer-direct is loaded: NO|nv_peer_mem.{0,20}not found|UCX_IB_GPU_DIRECT_RDMA=(?:n|0|no)\b": (
+        "slow GPU memory",
+        "GPUDirect is off",
+    ),
+    r"(?i)(?:unable|failed|not able) to (?:register|create) (?:an? )?rcache|UCX_RCACHE_ENABLE=n": (
+        "late completions",
+        "memory is registered anew for each transfer (no registration cache)",
+    ),
+}
+
+
+def _lines(text: str) -> Iterator[Fact]:
+    for sign, (cause, what) in _SIGNS.items():
+        if re.search(sign, text):
+            yield Fact(cause, what)
