@@ -69,7 +69,7 @@ def when_dead(clock: WallClock, identity: str, action: Callable[[], object], wai
 
 
 _SELF = Path("/proc/self")
-_ESTABLISHED = "01"
+_ESTABLISHED, _CLOSE_WAIT, _LISTEN = "01", "08", "0A"
 _IDLE = ("03", "06", "07", "0A", "0C")  # SYN_RECV, TIME_WAIT, CLOSE, LISTEN, NEW_SYN_RECV: no data comes out
 _NOBODY = "0"  # the inode of a socket that no process has any more
 
@@ -79,6 +79,10 @@ class _Socket(NamedTuple):
     remote: str
     state: str
     inode: str
+
+    @property
+    def port(self) -> str:
+        return self.local.rpartition(":")[2]
 
 
 def _sockets(process: Path = _SELF) -> Iterator[_Socket]:
@@ -114,17 +118,23 @@ def _mine() -> set[str]:
     return inodes
 
 
-def half_open() -> bool:
+def half_open(accepted: bool = False) -> bool:
     """Return whether a connection of this process may hold bytes of a process that has ended.
+
+    With *accepted*, look only at those that others opened, be they accepted yet or not.
 
     An end that is not shown (another host, or another user's namespace), or that could be one of several with equal
     addresses, counts as dead.  The answer may be about any connection of this process, so ask again later.
     """
     sockets, mine = list(_sockets()), _mine()
     ends = {(socket.local, socket.remote): socket for socket in sockets}
+    listens = {socket.port for socket in sockets if socket.inode in mine and socket.state == _LISTEN}
     outside = []
     for socket in sockets:
-        if socket.inode not in mine or socket.state in _IDLE:
+        inbound = socket.port in listens
+        waits = inbound and socket.inode == _NOBODY and socket.state in (_ESTABLISHED, _CLOSE_WAIT)
+        own = waits or (socket.inode in mine and socket.state not in _IDLE)
+        if not own or (accepted and not inbound):
             continue
         other = ends.get((socket.remote, socket.local))
         if socket.state != _ESTABLISHED or (other is not None and other.inode == _NOBODY):

@@ -20,7 +20,7 @@ from typing import Any
 from backends.base.control import PeerLine
 from backends.base.device import RealBuffer
 from backends.base.endpoint import RealEndpoint
-from backends.base.processes import captured_stderr, installed, prepare
+from backends.base.processes import captured_stderr, half_open, installed, prepare
 from backends.base.transfers import Entry, PostedTransfer, PostingThreads
 from backends.capabilities import EngineLibrary, Variant, declared
 from backends.cuda.cuda_device import CudaBuffer, CudaDevice
@@ -291,6 +291,10 @@ class MooncakeEndpoint(RealEndpoint):
         super().on_lost(line)
         if (peer := self.known.by_token.get(line.card.token)) is not None:
             self._threads.leave(peer)
+
+    def inbound_drained(self) -> bool:
+        # a peer writes over connections that it opened; an idle one of ours stays when its peer is gone
+        return self.proves_quiescence and not half_open(accepted=True)
 
     def poll(self) -> bool:
         """Report what has ended over NVLink and post what waited for it; return whether anything has.

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from backends.base.control import PeerLine
 from backends.base.device import RealBuffer
 from backends.base.endpoint import RealEndpoint
 from backends.base.processes import prepare
@@ -147,6 +148,11 @@ class MoriEndpoint(RealEndpoint):
         known = {memory.id for memory in remote.memories.values()}
         self._drop(lambda pair: pair.peer.handle.key == remote.key and pair.far not in known)
         return remote
+
+    def on_lost(self, line: PeerLine) -> None:
+        super().on_lost(line)
+        if (peer := self.known.by_token.get(line.card.token)) is not None:
+            self._threads.leave(peer)
 
     def _drop(self, stale: Callable[[_Pair], bool]) -> None:
         for pair in filter(stale, tuple(self._sessions)):

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from pdsim.core.errors import PdsimError, RegistrationError
 from pdsim.transfer import Batch, Peer, Program, Region
@@ -60,6 +59,8 @@ def idle(rank: Rank, seconds: float) -> Program:
     before = sum(os.times()[:2])
     yield rank.clock.timeout(seconds)
     share = (sum(os.times()[:2]) - before) / seconds
+    import psutil  # which the Python of MORI's guest lacks
+
     every = psutil.Process().net_connections()
     return share, sorted({each.laddr.ip for each in every if each.status == psutil.CONN_LISTEN})
 
@@ -212,6 +213,28 @@ def write_and_die(rank: Rank, to: str) -> Program:
     os._exit(1)
 
 
+def exchange_and_outlive(rank: Rank, by: str) -> Program:
+    """Write to *by*, which writes here, have it die, and say whether it is proven that it writes no more."""
+    mine = rank.endpoint.register(rank.device.allocate(64), "sink")
+    peer = rank.endpoint.connect((yield rank.channel.receive()).payload)
+    rank.channel.send(by, rank.endpoint.address())
+    yield rank.channel.receive()  # it has written
+    yield rank.endpoint.write(peer, Batch(mine, peer.regions["source"], [0], [0], [64]))
+    rank.channel.send(by, b"die")
+    proof = rank.endpoint.quiesced(by)
+    yield proof | rank.clock.timeout(10.0)
+    return proof.triggered
+
+
+def exchange_and_die(rank: Rank, to: str) -> Program:
+    """Write once, be written to, and end as by a kill when *to* says so."""
+    peer, batch = yield from _connect(rank, to, 64)
+    yield rank.endpoint.write(peer, batch)
+    rank.channel.send(to, b"written")
+    yield rank.channel.receive()
+    os._exit(1)
+
+
 def outlive(rank: Rank, writer: str, beside: str) -> Program:
     """Have *writer* die, and wait for the proof that it writes no more, while *beside* stays connected."""
     yield from _offer(rank, writer, 64)
@@ -223,12 +246,17 @@ def outlive(rank: Rank, writer: str, beside: str) -> Program:
     return "proven"
 
 
+def _opened() -> list[str]:
+    paths = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return [str(path.readlink()) for path in paths]
+
+
 def lose_in_turn(rank: Rank, others: list[str]) -> Program:
     """Write to each of *others* and have it die; return what is open after each.
 
     Descriptors without those of connections half closed, these, threads, and peers that NIXL knows.
     """
-    agent, process = getattr(rank.endpoint, "_agent", None), psutil.Process()
+    agent = getattr(rank.endpoint, "_agent", None)
     rows: list[list[int]] = []
     peers: list[Peer] = []
     for name in others:
@@ -239,9 +267,10 @@ def lose_in_turn(rank: Rank, others: list[str]) -> Program:
         for look in range(50):
             yield rank.clock.timeout(0.1)
             rank.channel.send(name, b"")  # or the channel would not see that its connection is gone
-            kept = sum(each.status == psutil.CONN_CLOSE_WAIT for each in process.net_connections())
+            mine, lines = _opened(), Path("/proc/self/net/tcp").read_text().splitlines()[1:]
+            kept = sum(f"socket:[{words[9]}]" in mine for line in lines if (words := line.split())[3] == "08")
             known = sum(agent.check_remote_metadata(each.handle.handle) for each in peers) if agent else 0
-            row = [process.num_fds() - kept, kept, process.num_threads(), known]
+            row = [len(mine) - kept, kept, len(list(Path("/proc/self/task").iterdir())), known]
             if look > 5 and peer.handle.line.lost and row[0] <= [*rows, row][0][0]:
                 break
         rows.append(row)

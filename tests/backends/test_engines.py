@@ -1,6 +1,7 @@
 """How engines are found, what each is known to do on this machine, and how the wrapper makes up for it."""
 
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,7 +12,7 @@ import pytest
 
 from backends import registry
 from backends.base.device import HostDevice
-from backends.base.processes import captured_stderr, prepare
+from backends.base.processes import captured_stderr, half_open, prepare
 from backends.diagnosis import devices
 from backends.engines import mori
 from backends.jobs.launcher import Processes
@@ -80,6 +81,29 @@ def test_lost_peers_leave_no_descriptor_or_thread(any_engine):
     (first, *_), *_ = rows = a.value
     kept = 1 if any_engine.name == "mooncake_tcp" else 0  # Mooncake looks at an idle connection no more
     assert rows == [[first, kept * lost, rows[0][2], 0] for lost in (1, 2, 3)], a.error
+
+
+TALK = "import socket, sys; own = socket.create_connection(('127.0.0.1', int(sys.argv[1]))); own.sendall(b'late')"
+
+
+def test_connections_of_a_dead_process_are_half_open_until_closed():
+    """Also one that nobody has accepted yet; with *accepted*, not one that this process opened."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        subprocess.run([sys.executable, "-c", TALK, str(server.getsockname()[1])], check=True, timeout=30)
+        assert half_open(accepted=True)
+        server.accept()[0].close()
+        assert not half_open(accepted=True)
+        own, (theirs, _) = socket.create_connection(server.getsockname()), server.accept()
+    theirs.close()
+    assert (half_open(), half_open(accepted=True)) == (True, False)
+    own.close()
+
+
+@pytest.mark.parametrize("name", THREADED)
+def test_peer_that_wrote_and_was_written_to_is_quiesced(name):
+    """What stays open to it is a connection of ours, through which it could not write."""
+    ranks = [spec("a", programs.exchange_and_outlive, by="b"), spec("b", programs.exchange_and_die, to="a")]
+    assert make_target(name).run(ranks).ranks["a"].value is True
 
 
 @pytest.mark.parametrize("name", THREADED)

@@ -11,8 +11,9 @@ from pdsim.kv.policy import Policy
 from pdsim.models.llm import Llm, Side
 from pdsim.serving.settings import Kv, SchedulerLimits, Workload
 from pdsim.testing.cases import guest_target as target
+from tests.backends import programs
 from tests.experiments.test_serve_paths import STATE
-from tests.support.engines import VERBS, engine
+from tests.support.engines import VERBS, engine, spec
 from tests.support.serving import on_loopback
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(900)]
@@ -42,3 +43,12 @@ def test_keys_values_and_state_arrive_between_unlike_ranks(name, rdma_guest):
     assert result.requests["path"] == ["staged"]
     assert sum(record.nbytes for record in result.transfers) == sum(result.requests["nbytes"]) > 64 * MiB
     assert all("rdma" in record.engine or "rc_verbs" in record.engine for record in result.transfers)
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_lost_peers_leave_no_posting_thread(name, rdma_guest):
+    others = [spec(each, programs.be_written_and_die, by="a") for each in "bcd"]
+    job = [spec("a", programs.lose_in_turn, others=[*"bcd"]), *others]
+    a = target(rdma_guest, engine(name)).run(job).ranks["a"]
+    assert not a.error
+    assert [row[2] for row in a.value] == [a.value[0][2]] * 3
