@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
 from pdsim.calibration.pasted import Fact
 from pdsim.calibration.robust import Floats
 from pdsim.calibration.samples import Sample
-from pdsim.core.units import Rate
+from pdsim.core.units import Rate, format_size
 from pdsim.hardware.costs import EngineModel
 from pdsim.hardware.machine import Machine
 
@@ -30,6 +31,8 @@ _ALIKE = 0.05  # the samples do not tell apart what leaves so little more unexpl
 # times a factor, how surprising a cause is: a fallback as much as a wire four times slower (assumed); logs of vLLM
 # have 72 descriptors in a transfer or more
 _SURPRISE = {"over TCP": 4.0, "not over NVLink": 4.0, "late completions": 2.0, "more descriptors": 1 / 72}
+
+_FALLS = 2 / 3  # assumed: more than the rates of one wire scatter
 
 Change = Callable[[float], tuple[EngineModel, Rate, float]]
 """From a factor to a model, the rate of its links, and the descriptors for each that the sample has."""
@@ -121,6 +124,10 @@ def explanations(
     kinds = {one.memory for one in samples}
     if "slow GPU memory" in spoken or ("gpu" in kinds and ("host" in kinds or model.path == "rdma")):
         changes["slow GPU memory"] = wire, (lambda _: _OF_GPU)
+    if switch := _switch(samples):
+        changes["staged messages"] = wire, (lambda _: f"beyond {format_size(switch)} {_OF_PROTOCOL}")
+        spoken["staged messages"] = (f"the rate falls at {format_size(switch)}",)
+        on["staged messages"] = lambda one: not one.bare and one.size >= switch
     if len({one.bare for one in samples}) == 2:
         changes["slow engine"] = wire, (lambda _: _OF_ENGINE)
     if not any(one.counted for one in samples):
@@ -156,6 +163,15 @@ def explanations(
     return sorted(found, key=rank)
 
 
+def _switch(samples: Sequence[Sample]) -> int:
+    # the size from which on transfers have less than `_FALLS` of the rate of smaller ones, which no wire does; or 0
+    rates = dict[int, float]()
+    for one in sorted(samples, key=lambda one: one.size):
+        if not one.bare:
+            rates[one.size] = max(rates.get(one.size, 0.0), one.blocks * one.size / one.seconds)
+    return next((b for a, b in pairwise(rates) if rates[b] < _FALLS * rates[a]), 0)
+
+
 def _slower(model: EngineModel, factor: float) -> EngineModel:
     return replace(model, **{name: getattr(model, name) / factor for name in ("rate", "read_rate", "queue_rate")})
 
@@ -189,6 +205,10 @@ _OF_POLLING = (
 _OF_GPU = (
     "if host memory is quicker over the same wire: GPUDirect (nvidia_peermem, dmabuf), card and GPU on one "
     "PCIe switch (nvidia-smi topo -m), ACS or IOMMU off, relaxed ordering"
+)
+_OF_PROTOCOL = (
+    "it has a smaller rate than below: the library copies large messages, through host memory or in fragments "
+    "(UCX_PROTO_INFO=y, UCX_RNDV_SCHEME, UCX_RNDV_THRESH, GPUDirect)"
 )
 _OF_ENGINE = (
     "the bare wire is quicker: the engine's transport, queue pairs, rails, threads, and memory registered without "
