@@ -38,7 +38,8 @@ __all__ = [
 ]
 
 EMBEDDED = "conversation_small.jsonl"
-"""The trace in `pdsim/serving/data`, made by `generate.py` beside it."""
+"""The trace in `pdsim/serving/data`, of our own making: Poisson arrivals at a rate that swings between 0.4 and 1.2 a
+second, log-normal inputs and outputs with means near 1,400 and 180 tokens, as short chats and some long texts."""
 
 Floats = npt.NDArray[np.float64]
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from pdsim.core.errors import ConfigError
-from pdsim.serving.data.generate import lines
 from pdsim.serving.settings import Workload
 from pdsim.serving.workload import Request, draw, load
 
@@ -145,11 +144,6 @@ def test_what_is_no_trace_is_refused(tmp_path, content, reason):
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=reason):
         load(Workload(trace=str(path)), 0, CONTEXT)
-
-
-def test_the_embedded_trace_is_what_its_script_makes():
-    path = Path(lines.__code__.co_filename).with_name("conversation_small.jsonl")
-    assert path.read_text(encoding="utf-8").splitlines() == lines()
 
 
 @pytest.mark.parametrize("arrivals", ["poisson", "gamma", "bursty"])
