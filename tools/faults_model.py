@@ -10,9 +10,9 @@ first and the one after the last, how requests ended, in how many scenarios a me
 seconds, and rows of violations that begin with the seed.
 """
 
+import argparse
 import csv
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -87,10 +87,22 @@ def keep_reached() -> None:
         csv.writer(file, lineterminator="\n").writerows([list(table.columns), *table.rows])
 
 
-if __name__ == "__main__":
-    if sys.argv[1:] == ["reached"]:
+def main() -> None:
+    """Print the table, keep the sum of a part, or keep what the default trial reaches."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m tools.faults_model", description=__doc__, formatter_class=raw)
+    parser.add_argument("parts", nargs="*", help='files of campaigns; or "reached"')
+    parser.add_argument("--save", metavar="FILE", type=Path, help="keep the sum of the one part there")
+    said = parser.parse_args()
+    if said.parts == ["reached"]:
         keep_reached()
-    elif sys.argv[1:2] == ["--save"]:
-        Path(sys.argv[2]).write_text(json.dumps(_read(Path(sys.argv[3]))) + "\n", encoding="utf-8")
+    elif said.save is None:
+        print("\n".join(table([Path(name) for name in said.parts])))
+    elif len(said.parts) == 1:
+        said.save.write_text(json.dumps(_read(Path(said.parts[0]))) + "\n", encoding="utf-8")
     else:
-        print("\n".join(table([Path(name) for name in sys.argv[1:]])))
+        parser.error(f"--save needs one part, got {len(said.parts)}")
+
+
+if __name__ == "__main__":
+    main()

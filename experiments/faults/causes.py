@@ -31,6 +31,9 @@ BACKLOG = 1.0
 GRACE = 0.5
 """Seconds by which a slow message may delay the notice of a loss."""
 
+_SOON = 0.05
+"""Seconds in which decode goes on with what is written, if nothing is slow and no message late."""
+
 _INSTANCE = re.compile(r"\b(?:prefill|decode)\d+(?:d\d+)?\b")
 
 
@@ -285,7 +288,8 @@ class Causes:
         *went_on* is when decode went on; it hears of a write at once, unless messages are held up.
         """
         faults = self._scenario.faults
-        limit = 1.0 + 20 * max(faults.delay, faults.lag)
+        staged = self._scenario.job.staging is not None  # and scattered, by slow devices
+        limit = (1.0 if staged else _SOON) + 20 * max(faults.delay, faults.lag)
         for past in self._histories:
             for _, room, *pair in past.tries:
                 if room not in written or room in self._held:

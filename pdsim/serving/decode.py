@@ -493,6 +493,8 @@ class DecodeScheduler(InstanceScheduler[DecodeRequest, DecodePages, DecodeLeader
                 self.hits[request.room] = held * self.job.page_size
             self.timers.add(request.room)
             self.handoff.start(room, *given, held)
+        if not self._queue and not self.preemption.waiting:  # the next to come waits for quarantine as long
+            self.blocked.clear()
 
     def growing(self) -> int:
         """Return how many rooms may come to need more pages: not failed ones, whose pages are in quarantine."""

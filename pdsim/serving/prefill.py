@@ -209,8 +209,7 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
 
     def report(self) -> dict[str, Any]:
         """Return the numbers of pages, of open rooms on this side, and of messages that came too late."""
-        counts = super().report()
-        counts |= {"hits": self.hits} if self.job.cache.prefill else {}
+        counts = super().report() | ({"hits": self.hits} if self.job.cache.prefill else {})
         return counts | ({} if self.tiers is None else self.tiers.report())
 
     def drop(self, incarnation: str) -> None:
@@ -340,6 +339,8 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
         yield from self._posting()
         forward, self._next = self._still_wanted(self._next) or self.next_forward(), None
         if forward is None:
+            if not self._queue:  # also when its last one has just failed: the next to come waits as long
+                self.blocked.clear()
             if self.tiers is not None:
                 self.tiers.store()
             self.handoff.look()
@@ -350,9 +351,8 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
         if load is not None:
             self._next = forward
             yield load
-            wanted, self._next = self._still_wanted(forward), None
-            assert wanted is not None
-            forward = wanted
+            forward, self._next = self._still_wanted(forward), None
+            assert forward is not None
         engine.send(engine.followers, forward)
         computed = self.worker.compute(forward)
         done = [(room, room.done) for room in (self.rooms.get(chunk.room) for chunk in forward.chunks) if room]

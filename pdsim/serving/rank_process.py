@@ -466,10 +466,10 @@ class EngineRank(RankProcess):
         return handle
 
     def _keep(self, sender: str, message: KvMessage) -> None:
-        # It is handled after `ConnectPeer`, or never after a deadline.
-        if not self.early:
-            self.clock.call_at(self.clock.now + self.job.deadline, lambda _: self.early.clear(), None)
+        # It is handled after `ConnectPeer`, or never after two deadlines: a rank that hears nothing from the router
+        # for a deadline is lost by then, and its instance too.  Whoever forgot it sooner would skip a forward.
         self.early.append((sender, message))
+        self.clock.call_at(self.clock.now + 2 * self.job.deadline, lambda kept: kept and kept.pop(0), self.early)
 
     def end(self, *_: Any) -> None:
         """End this rank in order, and those that follow it."""

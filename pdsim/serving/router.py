@@ -435,7 +435,7 @@ class Router(RankProcess):
 
     def _failed(self, sender: str, message: TransferDone) -> None:
         request = self._find(message.room)
-        if request is not None:
+        if request is not None and (not request.lost or sender == request.asked):  # else the one asked decides
             self._fail(request, message.reason, but=sender)
         if message.lost:
             self.membership.lose_incarnation(message.lost, f"PeerLost: {message.lost} is gone")

@@ -51,6 +51,7 @@ class ComputedChecker:
         self._moves: dict[tuple[str, int], tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
         self._waiting: dict[int, list[list[Any]]] = {}  # by program, those that go when so many forwards have ended
         self._leaving: dict[tuple[int, int], set[int]] = {}  # by program and move: pages that are on their way there
+        self._sent_now: dict[str, bool] = {}  # by rank: whether what it is told to move is not computed yet
         self._kept: dict[tuple[int, int], bytes] = {}  # by rank of an instance and key: what tiers have
         self._done: dict[str, dict[int, int]] = {}  # by rank and room: tokens that are computed, in this incarnation
         # by rank and room, of forwards whose layers leave by themselves: clock, beginning, seconds and last token
@@ -79,6 +80,8 @@ class ComputedChecker:
             scheduler.iteration_seconds = partial(self._timed, name, scheduler.iteration_seconds)
             scheduler.next_forward = partial(self._chosen, name, scheduler.next_forward)
         if worker.tiers is not None:
+            traffic: Any = member.traffic
+            traffic.offload = partial(self._offloads, member, traffic.offload)
             worker.tiers.move = partial(self._moved, member, worker.tiers.move)
             worker.tiers.written = partial(self._written, member, worker.tiers.written)
             if not member.job.cache.overlap:
@@ -211,7 +214,9 @@ class ComputedChecker:
             self._waiting.setdefault(id(member), []).append([member.worker._computing, pages, message.number])
         if out:
             self._store(member, 0)
+        self._sent_now[member.rank.name] = bool(pages) and member.worker._computing > 0
         moved = move(message)
+        self._sent_now[member.rank.name] = False
 
         def loaded(_: Any) -> None:
             for key, page in loads:
@@ -224,6 +229,11 @@ class ComputedChecker:
         if loads:
             moved.callbacks.insert(0, loaded)
         return moved
+
+    def _offloads(self, member: Any, offload: Callable[..., Any], *how: Any, **more: Any) -> Any:
+        if self._sent_now.get(member.rank.name):
+            self._report("I10", f"pages leave {member.rank.name} for a tier before the forward under way has ended")
+        return offload(*how, **more)
 
     def _written(self, member: Any, written: Callable[[int, str], None], number: int, tier: str) -> None:
         self._leaving.pop((id(member), number), None)

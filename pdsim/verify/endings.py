@@ -11,7 +11,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from pdsim.kv.messages import ROUTER, Dropped, Fenced, Finished, Leave, Stop, epoch_of, instance_of, leader
+from pdsim.kv.messages import (
+    ROUTER,
+    Dropped,
+    Fenced,
+    Finished,
+    Leave,
+    Stop,
+    TransferDone,
+    epoch_of,
+    instance_of,
+    leader,
+)
 from pdsim.serving.prefill import PrefillScheduler
 from pdsim.serving.router import Router
 
@@ -45,6 +56,7 @@ class EndingChecker:
         if isinstance(member, Router):
             handlers[Finished] = partial(self._finished, member, handlers[Finished])
             handlers[Dropped] = partial(self._dropped, member, handlers[Dropped])
+            handlers[TransferDone] = partial(self._failed, member, handlers[TransferDone])
             return
         scheduler: Any = member.scheduler
         if scheduler is None:
@@ -54,8 +66,8 @@ class EndingChecker:
         member.end = partial(self._ends, member, member.end)
         scheduler.gives_up = partial(self._gives_up, member, scheduler.gives_up)
         if isinstance(scheduler, PrefillScheduler):
-            handoff: Any = scheduler.handoff
-            handoff.start = partial(self._starts, member, handoff.start)
+            prefill: Any = scheduler
+            prefill._start = partial(self._starts, member, prefill._start)
         fence: Any = getattr(member.mover, "fence", None)
         if fence is not None:
             fence.begin = partial(self._fences, member, fence, fence.begin)
@@ -99,6 +111,13 @@ class EndingChecker:
         elif message.untouched and left and request.status.startswith("PeerLost: " + instance_of(other)):
             self._report("I11", f"room {message.room} is not sent anew, and {sender} says that nothing moved")
 
+    def _failed(self, router: Router, failed: Callable[..., None], sender: str, message: TransferDone) -> None:
+        request = router._rooms.get(message.room)
+        over = request is not None and bool(request.lost) and sender != request.asked
+        failed(sender, message)
+        if over and message.reason and message.room not in router._rooms:
+            self._report("I11", f"room {message.room} is over by the word of {sender}, whose instance is lost")
+
     def _stopped(self, member: Any, stop: Callable[..., None], sender: str, message: Any) -> None:
         if sender == ROUTER:
             self._stops.setdefault(id(member), member.clock.now)
@@ -112,10 +131,12 @@ class EndingChecker:
             self._report("I5", f"{member.rank.name} ends in order, and has rooms {[*member.scheduler.rooms][:5]}")
         end(*more)
 
-    def _starts(self, member: Any, start: Callable[[Any], bool], room: Any) -> bool:
+    def _starts(self, member: Any, start: Callable[[Any], Any], room: Any) -> Any:
         started = start(room)
-        if started:
+        if started is not None:
             self._blocked.pop(id(member), None)
+            if member.scheduler.blocked._until is not None:
+                self._report("I15", f"room {room.request.room} starts on {member.rank.name}, whose queue is blocked")
         return started
 
     def _gives_up(self, member: Any, gives_up: Callable[[int], bool], others: int) -> bool:

@@ -30,6 +30,7 @@ from pdsim.kv.messages import (
     Submit,
     TransferDone,
     decode,
+    leader,
 )
 from pdsim.kv.pages import Pages, after
 from pdsim.kv.pull import KvReader, KvSource
@@ -42,16 +43,18 @@ from pdsim.serving.router import Router
 from pdsim.sim.faults import Observer
 from pdsim.transfer import Batch
 from pdsim.verify import refuse_compiled
+from pdsim.verify.agreement import AgreementChecker
 from pdsim.verify.bounds import BoundsChecker
 from pdsim.verify.computed import ComputedChecker, window_differs
 from pdsim.verify.endings import EndingChecker
 from pdsim.verify.leaks import LeakChecker
 from pdsim.verify.ownership import OwnershipChecker
 from pdsim.verify.reached import Rooms, transition
+from pdsim.verify.speech import SpeechChecker
 from pdsim.verify.waits import WaitChecker
 
 INVARIANTS = {
-    "I1": "A room ends once on each rank; a failed room never succeeds.",
+    "I1": "A room ends once on each rank; a failed room never succeeds; only ranks that have it speak of it.",
     "I2": "On every decode rank a room holds exactly what prefill computed, on arrival and when decoding begins and "
     "ends.",
     "I3": "A write, or a read that is used, touches only pages and state rows of its room.",
@@ -59,13 +62,13 @@ INVARIANTS = {
     "I5": "Every request ends; each failure, and each end of a rank, follows a fault that reached it.",
     "I6": "First-token metadata is read from, lands in, and is taken from its room's slot.",
     "I7": "The ranks of a group process the same chunks and pages in one order.",
-    "I8": "At the end no pages, slots, ring bytes, memory or outstanding tokens are left; no container has grown.",
+    "I8": "Each page, slot and room has one place; at the end none, no memory and no tokens are left.",
     "I9": "At the end every pair of live instances is connected and serves its probe; drains end in time.",
     "I10": "Prefill sends only what finished forwards have computed.",
     "I11": "A request is sent anew only after a loss, in another room, as often as it may be.",
     "I12": "Who has work is awake: pages out of quarantine, and free staging slots, go to whoever waits.",
     "I13": "Failed rooms post nothing, draining instances get none; rooms of users who left end with the step.",
-    "I14": "All output tokens are decoded, stages in order; writes and bytes count once.",
+    "I14": "All output tokens are decoded, stages in order; pages come once, and counts are of what they count.",
     "I15": "Transfers and waits end by their deadline; nothing is given up sooner; send queues keep their depth.",
     "I16": "Runs of forwards and isolated transfers end as single ones do.",
 }
@@ -113,13 +116,15 @@ class InvariantChecker(Observer):
         self._leftovers = LeakChecker(self._report)
         self.bounds = BoundsChecker(self._report, self.reached)
         self._waits = WaitChecker(self._report)
+        self._agreement = AgreementChecker(self._report)
         self.endings = EndingChecker(self._report)
-        self.written: dict[int, float] = {}  # rooms: when a rank has said that all of it has moved
+        self.written: dict[int, float] = {}  # rooms: when prefill has said that all of it has moved
         self.went_on: dict[int, float] = {}  # rooms: when decode has what it waited for, or gives up
         self._members: dict[str, Any] = {}
         self._gone: set[str] = set()
         self._born: dict[str, float] = {}  # by rank: when its last process began
         self._reports: dict[tuple[str, int], str] = {}  # by rank and room: how it ended
+        self._speech = SpeechChecker(self._report, self._reports, self.bounds.moved)
         self._rooms: dict[int, Submit] = {}
         self._targets: dict[int, Destination | ReadRequest] = {}
         self._pages: dict[int, Pages] = {}  # of rooms that have others than their targets', all of them
@@ -146,6 +151,8 @@ class InvariantChecker(Observer):
         self._leftovers.joined(member)
         self.bounds.joined(member)
         self._waits.joined(member)
+        self._agreement.joined(member)
+        self._speech.joined(member)
         self.endings.joined(member)
         if isinstance(member, Router):
             return
@@ -154,8 +161,7 @@ class InvariantChecker(Observer):
             scheduler.rooms = Rooms(scheduler.rooms)
             scheduler.rooms.entered, scheduler.rooms.changes = partial(self._waits.entered, member), self.changes
         if isinstance(member.scheduler, DecodeScheduler):
-            if isinstance(member.mover.receiver, KvReceiver):
-                scheduler.poll = partial(self._polled, member, scheduler.poll)
+            scheduler.poll = partial(self._polled, member, scheduler.poll)
             scheduler.batch.join = partial(self._entered, member, scheduler.batch.join)
             preemption = scheduler.preemption
             preemption.preempt = partial(self._preempt, preemption.preempt)
@@ -174,7 +180,7 @@ class InvariantChecker(Observer):
         if room.state == "reserved":
             self.went_on[room.request.room] = self._now()
 
-    def sent(self, sender: str, receiver: str, payload: bytes) -> None:  # noqa: ARG002
+    def sent(self, sender: str, receiver: str, payload: bytes) -> None:
         """Look at a control message, and at who sleeps."""
         try:
             message = decode(payload)
@@ -184,6 +190,8 @@ class InvariantChecker(Observer):
         if type(message) is Pong:
             return  # a quarter of all, each soon after a ping
         self._waits.look(self._now())
+        self._agreement.look(self._now(), sender)
+        self._speech.said(sender, receiver, message)
         handler = self._handlers.get(type(message))
         if handler is not None:
             handler(sender, message)
@@ -287,7 +295,7 @@ class InvariantChecker(Observer):
     def _on_done(self, sender: str, message: TransferDone) -> None:
         if message.reason:
             self.given_up.add(message.room)
-        elif message.nbytes:  # to be read, nothing has moved when it is computed
+        elif message.nbytes and sender == leader(sender):  # to be read, nothing has moved when it is computed
             self.written.setdefault(message.room, self._now())
         if not message.reason and self._reports.get((sender, message.room)) == "failed":
             self._report("I1", f"room {message.room} failed on {sender}, which says that it is written")
@@ -320,6 +328,20 @@ class InvariantChecker(Observer):
                 self._report("I2", f"{name} {when}: {reason}")
 
     def _polled(self, leader: Any, poll: Callable[[], None]) -> None:
+        for room in [each.request.room for each in leader.scheduler.complete if not each.reason]:
+            target = self._targets.get(room)
+            if isinstance(target, ReadRequest):
+                pages = sum(count for _, count in target.source)
+            elif target is not None:
+                pages = leader.job.page_count(target.input) - target.held
+            for name, member in _in_incarnation(self._members, leader.incarnation) if target is not None else ():
+                if name not in self._gone and member.rank.device.holds_bytes:
+                    self._owners.check_bytes(name, room, pages)
+        if isinstance(leader.mover.receiver, KvReceiver):
+            self._check_metadata(leader)
+        poll()
+
+    def _check_metadata(self, leader: Any) -> None:
         for incoming in leader.scheduler.complete:
             room = incoming.request.room
             slot = leader.scheduler.handoff.slots.owners.get(room)
@@ -332,7 +354,6 @@ class InvariantChecker(Observer):
                     reason = name not in self._gone and member.rank.device.holds_bytes
                     if reason and (what := contents.verify_aux(room, slot)):
                         self._report("I6", f"{name} when it is read: {what}")
-        poll()
 
     def _entered(self, leader: Any, join: Callable[[int, int, int], None], number: int, *more: int) -> None:
         if number in self._targets and self._rooms[number].decode == leader.incarnation:

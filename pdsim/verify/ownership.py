@@ -6,6 +6,7 @@ incarnation is asked whose they are; also one that is gone: what it owned at its
 of its incarnation has ended.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -41,6 +42,7 @@ class OwnershipChecker:
         self._leaders: dict[str, list[Any]] = {}  # of all incarnations, by the rank's name
         self._gathers: dict[int, tuple[Batch, int]] = {}  # copies under way by identity, and their rooms
         self._router: Router | None = None
+        self._came = Counter[tuple[str, int]]()  # by rank and room: bytes of pages that have come
         self.unused: set[tuple[str, int]] = set()  # ranks that read for nobody, and the room
 
     def joined(self, member: Any) -> None:
@@ -93,6 +95,7 @@ class OwnershipChecker:
             self._check_slot(batch, label)
         elif batch.target.name == REGION:
             self._check("landed on", batch.target.owner, _room(label), batch.target_offset, batch.size)
+            self._count(batch.target.owner, _room(label), batch)
 
     def copied(self, batch: Batch) -> None:
         """Check that what is gathered, or scattered, is the room's."""
@@ -102,6 +105,19 @@ class OwnershipChecker:
         gathered = self._gathers.pop(id(batch), None)
         if gathered is not None:
             self._check("gathered from", batch.source.owner, gathered[1], batch.source_offset, batch.size)
+
+    def check_bytes(self, rank: str, room: int, pages: int) -> None:
+        """Check that *pages* of *room* have come to decode *rank*, in each plane once."""
+        tables = self._members[rank].mover.layout.tables
+        most = pages * sum(len(table.planes) * table.item for table in tables if table.component in ("kv", "index"))
+        if (came := self._came[rank, room]) != most:
+            self._report("I14", f"{came} bytes of pages of room {room} have come to {rank}, it has {most}")
+
+    def _count(self, rank: str, room: int, batch: Batch) -> None:
+        for table in self._members[rank].mover.layout.tables:
+            if table.component in ("kv", "index"):
+                inside = (batch.target_offset >= table.start) & (batch.target_offset < table.end)
+                self._came[rank, room] += int(batch.size[inside].sum())
 
     def _watched(self, gather: Callable[[Any, Batch], Any]) -> Callable[[Any, Batch], Any]:
         # The batch itself is kept beside its identity, so that no other gets that identity meanwhile.
@@ -193,6 +209,7 @@ class OwnershipChecker:
         for key, slot in ring.slots.items():
             if slot.position % ring.size <= start < slot.position % ring.size + slot.size:
                 self._check("scattered to", rank, key[0], batch.target_offset, batch.size)
+                self._count(rank, key[0], batch)
                 return
         self._report("I4", f"{rank} scattered from {start} of its ring, which is no slot")
 

@@ -61,6 +61,9 @@ class WaitChecker:
             timers: Any = getattr(holder, name, None)
             if timers is not None:
                 timers._expire = partial(self._expires, member, state, timers._expire)
+        tiers: Any = getattr(scheduler, "tiers", None)
+        if tiers is not None:
+            tiers._written = partial(self._written, member, tiers._written)
         landing = getattr(getattr(member.mover, "receiver", None), "landing", None)
         if landing is not None:
             landing.ask = partial(self._asks, member, landing.ask)
@@ -139,6 +142,13 @@ class WaitChecker:
     def _stepped(self, member: Any, step: Callable[[float], None], due: float) -> None:
         step(due)
         self._could.pop(member.rank.name, None)  # noted at a message of its own, while it was awake
+
+    def _written(self, member: Any, written: Callable[[Any], None], keys: Any) -> None:
+        # Its pages are free: whoever lacks pages looks now.
+        written(keys)
+        idle = member.scheduler._idle
+        if idle is not None and not idle.triggered and (could := next(_work(member.scheduler), "")):
+            self._report("I12", f"{member.rank.name} sleeps when pages have been written to a tier, and {could}")
 
     def _paused(self, member: Any, pause: Callable[[float], None], end: float) -> None:
         self._pauses.setdefault(member.rank.name, []).append((member.clock.now, end))

@@ -1,5 +1,6 @@
 """Catch every mutant and write `data/benchmarks/mutants.csv`: ``python -m tests.mutants``."""
 
+import argparse
 import csv
 from pathlib import Path
 
@@ -18,6 +19,7 @@ def recorded() -> dict[tuple[str, str, str], int]:
 
 def main() -> None:
     """Write the record."""
+    argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__).parse_args()
     caught = [(mutant, mutant.catch()) for mutant in MUTANTS]
     with RECORD.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")

@@ -154,6 +154,13 @@ def test_each_request_waits_for_quarantine_as_long():
     small = {"hw": CRAWLING, "kv": replace(POOL, pool=8 * PAGE), "options": {"deadline": 0.2}}
     outcome = serve(requests, leaves=[(0, 0.1), (1, 0.2)], **small)
     assert [status.partition(":")[0] for status in outcome.statuses] == ["Aborted", "Aborted", "ok"]
+    # the second fails, or leaves, and the queue is empty before the third comes: that one waits as long again
+    for limit, patience in ((0.1, []), (0.15, [(1, 0.1)])):
+        small["options"] = {"deadline": limit}
+        requests = [LONG, Request(0.12, 100, 4), Request(0.12 + 0.12 + len(patience) * 0.04, 100, 4)]
+        outcome = serve(requests, leaves=[(0, 0.1), *patience], **small)
+        assert outcome.statuses[1].partition(":")[0] == ("Aborted" if patience else "OutOfMemory")
+        assert outcome.statuses[2] == "ok"
 
 
 def test_a_request_that_is_preempted_twice_waits_for_quarantine_twice():

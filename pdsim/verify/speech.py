@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may say what, to whom and when: a part of `pdsim.verify.invariants`.
+
+Who speaks about a room is of an incarnation that it was given to, and what is said has happened on every rank.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Set
+from functools import partial
+from typing import Any
+
+from pdsim.kv.messages import (
+    ROUTER,
+    Abort,
+    Arrival,
+    ConnectPeer,
+    Destination,
+    Dropped,
+    Finished,
+    Gone,
+    KvMessage,
+    PrefillDone,
+    RankQuiesced,
+    ReadDone,
+    ReadRequest,
+    RegisterPool,
+    StagingRelease,
+    StagingReply,
+    StagingRequest,
+    Submit,
+    TransferDone,
+    instance_of,
+)
+from pdsim.serving.router import Router
+from pdsim.transfer import Transfer
+
+_OF_ROOMS = (
+    *(Abort, Arrival, Destination, Finished, PrefillDone, RankQuiesced, ReadDone, ReadRequest),
+    *(StagingRelease, StagingReply, StagingRequest, TransferDone),
+)
+"""Messages about a room, of which only those to whom it was given may speak."""
+
+
+class SpeechChecker:
+    """Calls *report* with an invariant and a text for what must not be said, or is done without it.
+
+    *reports* has how a room ended on a rank, by both; *moved* the rooms of which a transfer was posted.
+    """
+
+    def __init__(
+        self, report: Callable[[str, str], None], reports: Mapping[tuple[str, int], str], moved: Set[int]
+    ) -> None:
+        self._report = report
+        self._reports = reports
+        self._moved = moved
+        self._members: dict[str, Any] = {}
+        self._given: dict[int, set[str]] = {}  # by room: incarnations
+        self._until: dict[str, int] = {}  # by instance: the start of its newest process that was told to end
+        self._aborts = Counter[tuple[str, int]]()  # by rank and room: questions of the router without an answer
+        self._quiet: dict[tuple[int, int], set[str]] = {}  # by program of a leader and room: ranks that said so
+
+    def joined(self, member: Any) -> None:
+        """Watch *member*, a rank's program."""
+        self._members[member.rank.name] = member
+        if isinstance(member, Router):
+            return
+        endpoint = member.rank.endpoint
+        for name in ("write", "read"):
+            setattr(endpoint, name, partial(self._posts, member, getattr(endpoint, name)))
+        peers: Any = getattr(member.mover.peers, "_peers", None)
+        if hasattr(peers, "connect"):
+            peers.connect = partial(self._connects, member, peers.connect)
+        if member.scheduler is not None:
+            member.handlers[RankQuiesced] = partial(self._quiesced, member, member.handlers[RankQuiesced])
+            pages = member.scheduler.pages
+            pages.release = partial(self._frees, member, pages.release)
+
+    def said(self, sender: str, receiver: str, message: KvMessage) -> None:
+        """Check that *sender* may send *message* to *receiver* now."""
+        if isinstance(message, _OF_ROOMS):
+            self._about(sender, receiver, message)
+        elif isinstance(message, Submit):
+            self._submits(receiver, message)
+        elif isinstance(message, Gone) and sender == ROUTER:
+            instance = instance_of(message.instance)
+            self._until[instance] = max(message.until, self._until.get(instance, -1))
+        elif isinstance(message, ConnectPeer) and message.started <= self._until.get(instance_of(receiver), -1):
+            self._report("I11", f"{receiver} is in {message.incarnation}, and its process was told to end")
+        elif isinstance(message, Dropped):
+            self._aborts[sender, message.room] -= 1
+            if self._aborts[sender, message.room] < 0:
+                self._report("I11", f"{sender} answers of room {message.room}, and was not asked")
+            if message.untouched and message.room in self._moved:
+                self._report(
+                    "I11", f"{sender} says that nothing of room {message.room} moved; a transfer was posted"
+                )
+        incarnation = getattr(message, "incarnation", "")
+        if incarnation and instance_of(incarnation) != instance_of(receiver):
+            self._report("I1", f"{sender} sends {type(message).__name__} for {incarnation} to {receiver}")
+
+    def _about(self, sender: str, receiver: str, message: Any) -> None:
+        given, what = self._given.get(message.room, set()), f"{type(message).__name__} of room {message.room}"
+        if sender == ROUTER:
+            self._aborts[receiver, message.room] += isinstance(message, Abort)
+            return
+        member = self._members[sender]
+        if member.incarnation not in given:
+            self._report("I1", f"{sender} of {member.incarnation!r} sends {what}, which {sorted(given)} have")
+        done = isinstance(message, Finished | PrefillDone) or (
+            isinstance(message, TransferDone) and not message.reason and receiver == ROUTER
+        )
+        ranks = (sender, *member.followers) if done else ()
+        for rank in ranks:
+            if self._reports.get((rank, message.room)) != "succeeded":
+                self._report("I1", f"{sender} sends {what}, and {rank} has not all of it")
+        if isinstance(message, TransferDone) and message.lost:
+            ranks = self._members[ROUTER].job.ranks(instance_of(message.lost))
+            lives = [self._members[rank] for rank in ranks if rank in self._members]
+            if lives and all(one.incarnation == message.lost and one.rank.endpoint.ended is None for one in lives):
+                self._report("I5", f"{sender} says that {message.lost} is lost, and all of it lives")
+
+    def _submits(self, receiver: str, message: Submit) -> None:
+        self._given.setdefault(message.room, set()).update(
+            name for name in (message.prefill, message.decode) if name
+        )
+        request = self._members[ROUTER]._rooms.get(message.room)
+        if request is None or request.lost or request.status or request.finished is not None:
+            self._report("I11", f"room {message.room} is sent to {receiver}, and is not open any more")
+        elif request.prefilled or request.answered != (message.source is not None):
+            self._report("I11", f"room {message.room} is sent to {receiver} as one that has been at prefill already")
+
+    def _posts(self, member: Any, post: Callable[..., Transfer], *arguments: Any, **options: Any) -> Transfer:
+        transfer = post(*arguments, **options)
+        failed = transfer.triggered and not transfer.ok and not transfer.settled.triggered
+        if failed and all(one.transfer is not transfer for one in member.rank.endpoint.moving.values()):
+            self._report("I8", f"{transfer.label!r} of {member.rank.name} has failed, and never settles")
+        return transfer
+
+    def _connects(self, member: Any, connect: Callable[[RegisterPool], None], message: RegisterPool) -> None:
+        if message.incarnation != member.incarnation:
+            what = f"{member.rank.name} of {member.incarnation} connects to {message.instance}"
+            self._report("I3", f"{what} by an address for {message.incarnation}")
+        connect(message)
+
+    def _quiesced(self, member: Any, quiesced: Callable[..., None], sender: str, message: RankQuiesced) -> None:
+        self._quiet.setdefault((id(member), message.room), set()).add(sender)
+        quiesced(sender, message)
+
+    def _frees(self, member: Any, release: Callable[..., None], room: int, **how: bool) -> None:
+        scheduler = member.scheduler
+        quarantined = room in scheduler.pages.quarantined
+        if quarantined and room in scheduler.rooms and scheduler.rooms[room].state != "revoked":
+            missing = {member.rank.name, *member.followers} - self._quiet.get((id(member), room), set())
+            if missing:
+                self._report(
+                    "I3", f"{member.rank.name} frees room {room}, and {min(missing)} has not said it is quiet"
+                )
+        release(room, **how)
