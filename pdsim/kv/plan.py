@@ -357,7 +357,7 @@ def _computed(first: int, count: int, each: int, planes: int) -> list[float]:
 @lru_cache(maxsize=8)
 def _times(which: tuple[int, int, int, int], begun: float, seconds: float, now: float) -> list[float]:
     # of the ranks of an instance, which begin at the same time
-    return [max(now, begun + seconds * share) for share in _computed(*which)]
+    return [at if (at := begun + seconds * share) > now else now for share in _computed(*which)]
 
 
 def in_layers(

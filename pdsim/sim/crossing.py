@@ -187,13 +187,16 @@ class Crossing:
         # As `_run`, for the writes before the last that are complete before *until*; return whether there are any.
         rate, free, rows, before = self._solve(1)[0][1], self._free, lane.rows, lane.number
         kinds, times, sizes, postings, latency = lane.kinds, lane.times, lane.sizes, lane.postings, lane.latency
+        overlap, after, wake, limit = lane.overlap, lane.after, lane.wake, lane.limit
         number, thread, last = before, lane.thread, len(lane.kinds) - 1
         submitted, posted, begin, ready = lane.submitted, lane.posted, lane.begin, free[lane.thread]
         while number < last:
             end = begin + sizes[kinds[number]] / rate
-            idle = max(end, posted)
+            idle = end
+            if posted > end:
+                idle = posted
             complete = idle + latency
-            if complete >= until or complete - submitted > lane.limit:
+            if complete >= until or complete - submitted > limit:
                 break
             rows.append((submitted, posted, begin, end, complete))
             number += 1
@@ -205,9 +208,9 @@ class Crossing:
                 return True
             start = max(submitted, ready)
             posted = ready = start + postings[kinds[number]]
-            begin = start if lane.overlap else posted
-            if begin - idle > lane.after:
-                begin += lane.wake
+            begin = start if overlap else posted
+            if begin - idle > after:
+                begin += wake
         if number > before:
             free[thread] = ready
             lane.submitted, lane.posted, lane.begin = submitted, posted, begin
@@ -260,13 +263,16 @@ def fold(several: Sequence[Series], users: Mapping[Any, Collection[Series]], now
     numbered: dict[Any, int] = {}  # threads and links that several share
     resources, members_of, shared, caps = list[Any](), list[list[int]](), list[list[int]](), list[float]()
     places = [0] * len(several)
+    most = max([one.most for one in several])
     for one in several:
         cap, thread, own = one.path.cap, one.thread, list[int]()
         for resource in one.resources:
             number = numbered.get(resource)
             if number is not None:
                 own.append(number)
-            elif len(sharing := users[resource]) > 1:
+            elif len(sharing := users[resource]) > 1 and (
+                resource is thread or resource.capacity < 2 * most * len(sharing)
+            ):
                 numbered[resource] = len(resources)
                 own.append(len(resources))
                 resources.append(resource)

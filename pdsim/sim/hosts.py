@@ -264,10 +264,12 @@ class HostLatency:
 
     def _take(self, series: ScheduledArrivals, end: int) -> None:
         # Act upon what *series* says until its *end*-th.
-        last = self._last
-        for at in series.times[series.passed : end]:
-            last = self._acts_at(at, last)
-            series.acted = last
+        last, wake, after, idle_wake = self._last, self._wake, self._idle_after, self._idle_wake
+        for at in series.times[series.passed : end]:  # as `_acts_at`
+            acts = at + wake
+            if at - last > after:
+                acts += idle_wake
+            last = series.acted = acts if acts > last else nextafter(last, inf)
         self._last = last
         series.passed = max(series.passed, end)
 

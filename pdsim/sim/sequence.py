@@ -162,6 +162,7 @@ class Series:
         self.arrivals = ScheduledArrivals()
         self.rows: list[Row] = []  # stages of writes that are complete
         self.state: State = (0, WAITS, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, self.sleep[0])
+        self.most = inf  # the rate of a flow that shares no link
         self.alike = 0  # equal for series that differ in their state and resources alone
         self.lane: Lane | None = None  # that knows more of it, in the crossing
         self.crossing: Crossing | None = None
@@ -192,13 +193,13 @@ class Series:
         return lane.phase != WAITS and lane.begin <= end
 
     def keep(self, rows: list[Row], state: State) -> None:
-        """Set *state*, after the writes of *rows*; forget the arrivals foreseen beyond them."""
+        """Set *state*, after all writes of *rows*, also those before; forget the arrivals foreseen beyond them."""
         sizes, ended = self.sizes, self.path.ended
-        for kind in self.kinds[len(self.rows) : len(self.rows) + len(rows)]:  # the sum depends on the order
+        for kind in self.kinds[len(self.rows) : len(rows)]:  # the sum depends on the order
             ended += sizes[kind]
         self.path.ended = ended
-        self.rows = [*self.rows, *rows] if self.rows else rows  # those that are alike have one list
-        del self.arrivals.times[len(self.rows) :]
+        self.rows = rows
+        del self.arrivals.times[len(rows) :]
         self.state = state
         self.lane = self.crossing = None
 
@@ -284,8 +285,8 @@ class Foreseen:
     def join(self, series: Series) -> bool:
         """Keep *series*, which starts now, unless something is in its way; return whether it does."""
         path, now = series.path, self.clock.now
-        level = min([path.cap, *(link.capacity for link in series.resources[1:])])
-        if len(set(path.links)) < len(path.links) or not 0.0 < level < inf:
+        series.most = min([path.cap, *(link.capacity for link in series.resources[1:])])
+        if len(set(path.links)) < len(path.links) or not 0.0 < series.most < inf:
             return False
         self._network.isolated.meet(path.live)
         if not self._network.is_idle(path.live):
@@ -318,9 +319,13 @@ class Foreseen:
         crossing.stop(self.clock.now)
         for lane in crossing.lanes:
             state = lane.state
+            joined: dict[int, list[Row]] = {}  # of those that had one list before, which get one
             for member in lane.members:
                 if member in self.series:
-                    member.keep(lane.rows, state)
+                    before = id(member.rows) if member.rows else 0
+                    if before not in joined:
+                        joined[before] = [*member.rows, *lane.rows]
+                    member.keep(joined[before], state)
                     self._changed[member] = None
 
     def _on_change(self, _: Alarm) -> None:
