@@ -32,6 +32,9 @@ _ALIKE = 0.05  # the samples do not tell apart what leaves so little more unexpl
 # have 72 descriptors in a transfer or more
 _SURPRISE = {"over TCP": 4.0, "not over NVLink": 4.0, "late completions": 2.0, "more descriptors": 1 / 72}
 
+_MAPPED = 5e-4
+"""Seconds that every transfer over NVLink takes more, from which on it maps its memory anew: nobody polls so seldom
+(assumed; ucx-py 370 has 6 to 15 ms without UCX's cache of handles, 2 with it)."""
 _FALLS = 2 / 3  # assumed: more than the rates of one wire scatter
 
 Change = Callable[[float], tuple[EngineModel, Rate, float]]
@@ -143,6 +146,12 @@ def explanations(
     for cause, (change, remedy) in changes.items():
         acts = [on[cause]] if cause in on else []
         left, factor = min((unexplained(change(factor), *acts), factor) for factor in _FACTORS)
+        if (
+            cause == "late completions"
+            and model.path == "nvlink"
+            and seen(factor)[0].latency - model.latency > _MAPPED
+        ):
+            cause, remedy = "memory mapped anew", lambda _: _OF_MAPPING
         if factor > 1.0 or cause in ("over TCP", "not over NVLink"):
             found.append(Explanation(cause, factor, left, remedy(factor), seen=spoken.get(cause, ())))
     # the mean of n deviations is known to its n-th root, if they scatter as much as they are large
@@ -154,7 +163,7 @@ def explanations(
 
     def rank(one: Explanation) -> tuple[bool, bool, bool, int, bool, float]:
         change = one.factor
-        if one.cause == "late completions":  # of the transfer that it changes most
+        if one.cause in ("late completions", "memory mapped anew"):  # of the transfer that it changes most
             change = 1.0 + slowest * (one.factor - 1.0) / (_FACTORS[-1] - 1.0) / quickest
         doublings = round(np.log2(change * _SURPRISE.get(one.cause, 1.0))) if one.alike else 0
         other = one.cause != EXPECTED
@@ -201,6 +210,10 @@ _OF_HOST = "its processor is slow or busy: pdsim doctor --host; post from a thre
 _OF_POLLING = (
     "who polls is busy, or a transfer does more than move bytes (first contact, memory registered or mapped anew): "
     "poll from a thread of its own, register once, measure after a warm-up"
+)
+_OF_MAPPING = (
+    "each transfer opens the peer's memory, or is the first to do so: register once, from a memory pool, and keep "
+    "UCX_CUDA_IPC_CACHE=y; measure after a warm-up"
 )
 _OF_GPU = (
     "if host memory is quicker over the same wire: GPUDirect (nvidia_peermem, dmabuf), card and GPU on one "

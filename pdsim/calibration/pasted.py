@@ -39,7 +39,7 @@ def facts(text: str, hw: Machine, local: bool) -> list[Fact]:
     """Return what *text* says about the wire that transfers took, within a node if they are *local*."""
     text = re.sub(r"\x1b\[[\d;]*m", "", text)
     named = {card.partition(":")[0] for cards in _CHOICE.findall(text) for card in cards.split(",")} - {"all", ""}
-    said = [*_topology(text, named, local), *_transports(text, local), *_lines(text)]
+    said = [*_topology(text, named, local), *_transports(text, hw, local), *_lines(text)]
     if not local:
         said += _ports(text, named, hw)
     elsewhere = "slow GPU memory" if local else "not over NVLink"
@@ -102,14 +102,18 @@ def _ports(text: str, named: set[str], hw: Machine) -> Iterator[Fact]:
 
 
 _ROW = re.compile(r"\|\s*[\w.]+\.\.inf\s*\|\s*([^|]*?)\s*\|\s*([^|]*?)\s*\|")
-_LANES = re.compile(r"ep_cfg\[\d+\]: (.*)")
+_LANES = re.compile(r"(?:ep_cfg\[\d+\]:|(?:inter|intra)-node cfg#\d+) (.*\(.*)")
 _VERBS = re.compile(r"\b(?:rc|dc|ud|rc_\w+|dc_\w+|ud_\w+|srd)/")
 
 
-def _transports(text: str, local: bool) -> Iterator[Fact]:
-    # UCX names what it chose for the largest messages in a table, and in a line the lanes of each endpoint
+def _transports(text: str, hw: Machine, local: bool) -> Iterator[Fact]:
+    # UCX names what it chose for the largest messages in a table, and in a line the lanes of an endpoint: those of
+    # remote memory (rma, or rma_am where it is emulated by messages), which NIXL uses, before those of messages
     rows = [(how, by) for how, by in _ROW.findall(text) if by]
-    lanes = [line for line in _LANES.findall(text) if re.search(r"(?:rma|rma_bw|tag|am)\S*\(", line)]
+    lanes = list[str]()
+    for line in _LANES.findall(text):
+        groups = dict(re.findall(r"(\w+)\(([^)]*)\)", line))
+        lanes += [groups[kind] for kind in ("rma", "rma_bw", "rma_am", "tag", "am") if kind in groups][:1]
     taken = " ".join([by for _, by in rows] or lanes)
     if not taken:
         return
@@ -118,6 +122,9 @@ def _transports(text: str, local: bool) -> Iterator[Fact]:
         yield Fact("over TCP", "UCX chose tcp for the bytes")
     elif local and not nvlink:
         yield Fact("not over NVLink", f"UCX chose {taken} for the bytes, not cuda_ipc")
+    rails = max((len(set(re.findall(r"\w+/(\S+)", lane))) for lane in lanes if _VERBS.search(lane)), default=0)
+    if not local and 0 < rails < hw.nic.rails:
+        yield Fact("slow wire", f"bytes go over {rails} of {hw.nic.rails} rails", hw.nic.rails / rails)
     for how, by in rows:
         if "emulation" in how or "cuda_copy" in by:
             yield Fact("not over NVLink" if local else "slow GPU memory", f"UCX chose {how}, {by}")

@@ -85,6 +85,16 @@ def test_descriptors_of_a_log_that_counts_none_are_found():
     assert (one.cause, one.factor) == ("more descriptors", pytest.approx(512, rel=0.02))
 
 
+@pytest.mark.parametrize(("late", "cause"), [(5e-3, "memory mapped anew"), (2e-4, "late completions")])
+def test_constant_that_no_poller_takes_is_memory_mapped_anew(late, cause):
+    nvlink = EngineModel(path="nvlink", call=10e-6, descriptor=5e-6, overlap=True, latency=0.0, rate=390e9)
+    rows = [
+        replace(one, seconds=nvlink.isolated_time(one.blocks, one.blocks * one.size, 400e9) + late)
+        for one in made(MODEL, LINE)
+    ]
+    assert explanations(rows, nvlink, HW, 400e9, TCP)[0].cause == cause
+
+
 def test_rate_that_falls_with_the_size_is_a_library_that_stages():
     rows = [replace(one, seconds=one.seconds * (4 if one.size > 65536 else 1)) for one in made(MODEL, LINE)]
     one = first(rows)

@@ -108,6 +108,8 @@ EMULATED = "UCX chose software emulation, "
         (f"{LANES}am(tcp/lo);", False, [Fact("over TCP", "UCX chose tcp for the bytes")]),
         (f"{LANES}tag(tcp/eth0) rma(rc_mlx5/mlx5_0:1 cuda_ipc/cuda)", False, []),
         (f"{LANES}tag(tcp/eth0) rma(rc_mlx5/mlx5_0:1 cuda_ipc/cuda)", True, []),
+        ("UCX INFO ucp_context_0 intra-node cfg#2 rma_am(tcp/eth1) am(tcp/eth1 cuda_ipc/cuda)", True,
+         [Fact("over TCP", "UCX chose tcp for the bytes")]),
         (TABLE.format(by="tcp/eth0"), False, [Fact("over TCP", "UCX chose tcp for the bytes"),
                                               Fact("slow GPU memory", f"{EMULATED}tcp/eth0")]),
         (
@@ -128,6 +130,13 @@ EMULATED = "UCX chose software emulation, "
 )  # fmt: skip
 def test_each_tool_speaks_for_the_cause_that_it_shows(text, local, said):
     assert facts(text, HW, local) == said
+
+
+def test_rails_that_carry_no_bytes_are_counted():
+    line = "UCX INFO 0x1c5f inter-node cfg#0 tag(rc_mlx5/mlx5_0:1 rc_mlx5/mlx5_1:1) rma(rc_mlx5/mlx5_0:1)"
+    two = compose(["hw=2x8xh100", "backend=nixl", "hw.nic.rails=2"]).hw
+    assert facts(line, two, False) == [Fact("slow wire", "bytes go over 1 of 2 rails", 2.0)]
+    assert facts(line, HW, False) == []
 
 
 def test_variables_are_read_wherever_they_are_set():
