@@ -66,6 +66,13 @@ def test_tables_in_pieces_are_the_table_of_all(log, rows):
     assert len(pieces) == -(-20 // rows) or rows in (3, 4)
 
 
+def test_a_log_in_memory_of_other_names_writes_no_file(tmp_path):
+    journal = JournalFile(tmp_path / "transfers.journal")
+    log = TransferLog(RECORDS, rank="a", spill=journal).renamed({"a": "d"})
+    assert log == [each._replace(source={"a": "d"}.get(each.source, each.source)) for each in RECORDS]
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_log_with_records_elsewhere_reads_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(transfer_log, "KEPT", 3)
     journal = JournalFile(tmp_path / "transfers.journal")

@@ -29,7 +29,7 @@ from pdsim.serving.requests import HASHED, Request
 from pdsim.serving.settings import Slo, Tenant, Workload
 from pdsim.sim.endpoint import DETECTION
 from pdsim.transfer.job import Outcome
-from pdsim.transfer.log import ArrayColumn, RecordRun, joined, logs, rows
+from pdsim.transfer.log import ArrayColumn, joined, logs, rows
 
 Columns = Mapping[str, Sequence[Any]]
 Floats = npt.NDArray[np.float64]
@@ -522,7 +522,9 @@ def paths(count: int, outcome: Outcome) -> tuple[list[str | None], list[list[Any
     return [names[each] for each in taken], [[path, *totals[path]] for path in PATHS if path in totals]
 
 
-def _count(runs: Iterable[RecordRun], requests: list[str], totals: dict[str, list[int]]) -> None:
+def _count(
+    runs: Iterable[tuple[int, str, int, int, int]], requests: list[str], totals: dict[str, list[int]]
+) -> None:
     for _, label, nbytes, descriptors, count in runs:
         if "/" not in label:  # an all-gather of context-parallel ranks
             continue

@@ -22,6 +22,8 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 
+import msgspec
+
 from pdsim.calibration.definition import Calibration, drawn, on_host
 from pdsim.compute.forward import Compute
 from pdsim.config import presets
@@ -376,7 +378,8 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = (), folders: Seq
         calibration = replace(calibration, parameters={}, intervals=spans)
     config, preset = presets.filled(build(Config, values, known=_known), open_keys)
     if config.compute.name in (presets.AUTO, presets.OPERATORS):
-        chosen = presets.computing(config, values["compute"], keys, folders, partial(build, Compute, at="compute"))
+        made = partial(build, Compute, at="compute", known=_known)
+        chosen = presets.computing(config, values["compute"], keys, folders, made)
         graphs = config.compute.graph_tokens if "compute.graph_tokens" in open_keys else chosen.graph_tokens
         config = replace(config, compute=replace(chosen, graph_tokens=graphs))
     config, slowed = presets.on_host(config)
@@ -607,6 +610,7 @@ _TRUTH = ("y", "yes", "n", "no", "true", "false", "on", "off")  # to YAML, unles
 class _Part:
     key: str
     value: Any  # a frozen dataclass or a plain value, and with the backend its policy
+    content: bytes
 
     @cached_property
     def plain(self) -> Any:  # never changed, for others have it, too
@@ -633,10 +637,9 @@ def _parts(config: Config) -> Iterator[_Part]:
             continue
         if key == "backend":
             value = value, config.policy
-        last = _written.get(key)
-        # 0 and 0.0 are equal, and are written as they are
-        if last is None or not (last.value is value or (last.value == value and repr(last.value) == repr(value))):
-            _written[key] = _Part(key, value)
+        content = msgspec.msgpack.encode(value, enc_hook=plain)  # tells 0 from 0.0, as == does not
+        if key not in _written or _written[key].content != content:
+            _written[key] = _Part(key, value, content)
         yield _written[key]
 
 
@@ -651,10 +654,7 @@ def config_yaml(config: Config) -> str:
 
 
 def canonical(config: Config, *without: str) -> str:
-    """Return *config* without the top-level keys *without*, as JSON with sorted keys.
-
-    Equal configurations give equal texts, in every process: a sweep names its points by a hash of it.
-    """
+    """Return *config* without the top-level keys *without* as JSON, the same for equal ones in every process."""
     texts = sorted(f'"{part.key}": {part.json}' for part in _parts(config) if part.key not in without)
     return f"{{{', '.join(texts)}}}"
 

@@ -399,7 +399,7 @@ def computing(
     dotted keys set by hand, stay.  *folders* are one's own with configuration groups; *build* is the schema's.
     """
     names = {key.split(".")[1] for key in keys if key.startswith("compute.")}
-    base = asdict(Compute(name=AUTO))
+    base = _unset()
     own = {key: value for key, value in values.items() if key in names or value != base[key]}
     if config.compute.name == OPERATORS:
         return build(_laid(_operators(config), own))
@@ -415,6 +415,11 @@ def computing(
         return build({"name": "roofline", **own, "chosen": "without a GPU compute is emulated"})
     why = f"{config.engine.name} with {config.model.name} was not measured on {here}; {ROOFLINE}{passed}"
     return build({**_content(plugins.conf() / "compute" / "roofline.yaml"), **own, "chosen": why})
+
+
+@cache
+def _unset() -> dict[str, Any]:
+    return asdict(Compute(name=AUTO))
 
 
 def _compute_notes(config: Any) -> list[str]:
@@ -445,7 +450,7 @@ def _candidates(config: Any, folders: Sequence[Path]) -> Iterator[tuple[dict[str
             content = _content(path)
             if _gpu(content) == gpu and model in content.get("measured_of", [model]):
                 yield {**content, "name": path.stem}, f"{OWN} of {gpu}, {path}"
-    shipped = [_content(path) for path in sorted((plugins.conf() / "compute").glob(f"{gpu.lower()}_*.yaml"))]
+    shipped = [_content(path) for path in _shipped(gpu)]
     # which are of pairs, whose prompts were launched kernel by kernel
     for content in () if _colocated(config) and config.compute.graph_tokens else shipped:
         kind = content.get("engine", "generic")  # vllm26 is of the family vllm
@@ -464,7 +469,7 @@ def _operators(config: Any) -> dict[str, Any]:
     from pdsim.compute import published
 
     gpu, engine = config.hw.gpu.name if config.hw.gpu else "", config.engine.name
-    for path in sorted((plugins.conf() / "compute").glob(f"{gpu.lower()}_*.yaml") if gpu else ()):
+    for path in _shipped(gpu) if gpu else ():
         content = _content(path)
         table = content.get("kernels", {}).get("table")
         if not table or not (engine == "generic" or engine.startswith(content["engine"])):
@@ -497,6 +502,11 @@ def _laid(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 def _gpu(content: Mapping[str, Any]) -> str:
     return str(content.get("gpu") or content.get("kernels", {}).get("gpu", ""))
+
+
+@cache
+def _shipped(gpu: str) -> list[Path]:
+    return sorted((plugins.conf() / "compute").glob(f"{gpu.lower()}_*.yaml"))
 
 
 @cache

@@ -176,7 +176,7 @@ def _questionable(config: Config, typed: Collection[str]) -> Iterator[tuple[_Qua
     # All numbers of a part with a key that was *typed*; of other parts, only the numbers beyond their bounds.
     for name in (*_PARTS, "slo", "experiment"):
         part = getattr(config, name)
-        if name not in _last or _last[name][0] is not part:
+        if name not in _last or _last[name][0] != part:
             _last[name] = part, [(quantity, _is_beyond(quantity)) for quantity in _quantities(None, part, name)]
         yield from (each for each in _last[name][1] if each[1] or name in typed)
 

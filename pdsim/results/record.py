@@ -83,6 +83,7 @@ Values = Sequence[float] | Floats
 Item = TypeVar("Item")
 
 
+@cache
 def needed(q: float) -> int:
     """Return how many samples percentile *q*, from 0 to below 100, needs: with fewer it would be the maximum."""
     if not 0 <= q < 100:

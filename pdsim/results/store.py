@@ -172,8 +172,7 @@ class Run:
         with self._opened(name) as file:
             writer = None
             for table in tables:
-                texts = [each.name for each in table.schema if each.type == "string"]  # numbers hardly repeat
-                writer = writer or pq.ParquetWriter(file, table.schema, compression="lz4", use_dictionary=texts)
+                writer = writer or pq.ParquetWriter(file, table.schema, **schema.packing(table))
                 writer.write_table(table)
             assert writer is not None
             writer.close()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -114,7 +114,8 @@ class Deployment:
 
     def plain(self) -> dict[str, Any]:
         """Return the job as dictionaries and numbers."""
-        return asdict(self)
+        values: dict[str, Any] = msgspec.to_builtins(self)
+        return values
 
     @cached_property
     def prefills(self) -> tuple[str, ...]:

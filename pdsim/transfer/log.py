@@ -240,13 +240,15 @@ class TransferLog(_RecordSequence):
     def renamed(self, names: Mapping[str, str]) -> TransferLog:
         """Return the same records of other ranks: those that *names* has have other names."""
         log = TransferLog(rank=names.get(self._rank, self._rank), spill=self._spill)
-        for block in self._read():
+        len(self)  # puts away what is in no block yet
+        for own, block in zip(self._blocks, self._read(), strict=True):
             kinds = [
                 kind._replace(source=names.get(kind.source, kind.source), target=names.get(kind.target, kind.target))
                 for kind in block.kinds
             ]
             copy = msgspec.structs.replace(block, rank=log._rank, kinds=kinds)
-            log._blocks.append(copy if log._spill is None else log._spill.append(_encode(copy)))
+            # one in memory shares its times and labels
+            log._blocks.append(copy if own is block or log._spill is None else log._spill.append(_encode(copy)))
             log._codes = {kind: code for code, kind in enumerate(kinds)}
         log._count = self._count
         return log
@@ -295,11 +297,9 @@ class TransferLog(_RecordSequence):
                 assert self._spill is not None
                 yield _decode(self._spill.read(block))
 
-    def runs(self) -> Iterator[RecordRun]:
-        """Yield what the records have in common, run by run."""
-        for block in self._read():
-            for code, label, nbytes, descriptors, count in block.runs():
-                yield RecordRun(block.kinds[code], label, nbytes, descriptors, count)
+    def runs(self) -> Iterator[tuple[int, str, int, int, int]]:
+        """Yield the place in `kinds`, label, bytes, descriptors and number of records of each run."""
+        return chain.from_iterable(block.runs() for block in self._read())
 
     def columns(self, rows: int = 1 << 19) -> Iterator[dict[str, ArrayColumn]]:
         """Yield the columns of `TransferRecord`, of at most so many *rows*, or those of a block, at a time."""
@@ -308,10 +308,12 @@ class TransferLog(_RecordSequence):
 
     def shapes(self) -> Counter[TransferShape]:
         """Return the number of records of each `TransferShape`, in one step a run."""
-        counts = Counter[tuple[int, int, int]]()
+        counts: dict[tuple[int, int, int], int] = {}
         for block in self._read():
-            for code, _, nbytes, descriptors, count in block.runs():
-                counts[code, descriptors, nbytes] += count
+            sizes = array("q", block.descriptors), array("q", block.nbytes)
+            own = zip(array("H", block.codes), *sizes, strict=True)
+            for shape, count in zip(own, array("q", block.counts), strict=True):
+                counts[shape] = counts.get(shape, 0) + count
         kinds = self.kinds
         of = Counter[TransferShape]()
         for (code, descriptors, nbytes), count in counts.items():

@@ -1,9 +1,11 @@
 """Columns of the Parquet files, the configuration as written, and percentiles."""
 
 from dataclasses import replace
+from io import BytesIO
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from pdsim.config import as_written, canonical, config_yaml, load
@@ -67,6 +69,19 @@ def test_tables_of_some_rows_together_are_the_table():
     pieces = list(requests_tables(columns, rows=2))
     assert [piece.num_rows for piece in pieces] == [2, 2, 1]
     assert pa.concat_tables(pieces).to_pylist() == requests_table(columns).to_pylist()
+
+
+@pytest.mark.parametrize(("rows", "codec"), [(10, "LZ4"), (2_000, "ZSTD")])
+def test_a_file_packs_seconds_by_place_and_the_rest_by_dictionary(rows, codec):
+    table = requests_table({"id": list(range(rows)), "arrival": [one / 7 for one in range(rows)]})
+    file = BytesIO()
+    pq.write_table(table, file, **schema.packing(table))
+    group = pq.ParquetFile(file).metadata.row_group(0)
+    columns = {group.column(number).path_in_schema: group.column(number) for number in range(2)}
+    assert {column.compression for column in columns.values()} == {codec}
+    assert "BYTE_STREAM_SPLIT" in columns["arrival"].encodings
+    assert "RLE_DICTIONARY" in columns["id"].encodings
+    assert pq.read_table(file).equals(table, check_metadata=True)
 
 
 @pytest.mark.parametrize(
