@@ -61,7 +61,7 @@ def before(pages: Pages, end: int) -> Pages:
     >>> before(((4, 3), (10, 2)), end=4)
     ((4, 3), (10, 1))
     """
-    if end >= sum([count for _, count in pages]):
+    if end >= sum(map(itemgetter(1), pages)):
         return pages
     runs = []
     for start, count in pages:
@@ -300,6 +300,7 @@ class FreeQueue(PagePool):
     def __init__(self, pages: int, last_first: bool = False, block: int = 1) -> None:
         super().__init__(pages, block)
         self._queue = list(reversed(range(0, pages, block)))  # first pages of blocks; the last is given out next
+        self._freed: list[int] = []  # those that follow them, in order: inserted there, each would move all others
         self._last_first = last_first
 
     def joined(self, pages: Pages, more: Pages) -> Pages:
@@ -313,6 +314,8 @@ class FreeQueue(PagePool):
         """Return the first pages of the queue."""
         self._count_taken(count)
         block = self.block
+        if count // block > len(self._queue):
+            self._queue, self._freed = [*reversed(self._freed), *self._queue], []
         taken = self._queue[: -(count // block) - 1 : -1]
         del self._queue[-(count // block) :]
         return _runs(taken if block == 1 else [first + n for first in taken for n in range(block)])
@@ -321,13 +324,15 @@ class FreeQueue(PagePool):
         """Take the pages of *owner* back: its last page is the first of them to be given out again."""
         self.unused += self.count(owner)
         pages = _numbers(self._taken_back(owner))[:: self.block]
-        at = len(self._queue) if self._last_first else 0
-        self._queue[at:at] = pages
+        if self._last_first:
+            self._queue += pages
+        else:
+            self._freed += reversed(pages)
 
     def is_whole(self) -> bool:
         """Return whether every page is free or owned, once."""
         lent = [page for runs in self.owners.values() for page in _numbers(runs)]
-        free = [first + n for first in self._queue for n in range(self.block)]
+        free = [first + n for first in (*self._queue, *self._freed) for n in range(self.block)]
         return sorted([*free, *lent]) == list(range(self.pages))
 
 
@@ -665,16 +670,8 @@ def _numbers(runs: Pages) -> list[int]:
 
 
 def _runs(pages: Sequence[int]) -> Pages:
-    if 1 not in map(sub, pages[1:], pages):  # as when they were freed in reverse: none follows another
+    breaks = [number for number, step in enumerate(map(sub, pages[1:], pages), 1) if step != 1]
+    if len(breaks) == len(pages) - 1:  # as when they were freed in reverse: none follows another
         return tuple(zip(pages, repeat(1)))
-    runs: list[tuple[int, int]] = []
-    first = end = -1
-    for page in pages:
-        if page != end:
-            if end > first:
-                runs.append((first, end - first))
-            first = page
-        end = page + 1
-    if end > first:
-        runs.append((first, end - first))
-    return tuple(runs)
+    starts = [0, *breaks] if pages else []
+    return tuple(zip([pages[start] for start in starts], map(sub, [*breaks, len(pages)], starts), strict=True))

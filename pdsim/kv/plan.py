@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from itertools import accumulate
 from operator import add, le
 from typing import Any, Generic, TypeVar
 
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from pdsim.core.errors import InvalidBatch, MessageError
 from pdsim.kv.layout import AUX_ROWS, REGION, STAGING, WHOLE, HeadSlice, KvLayout, PageTable, RankShare
 from pdsim.kv.messages import Arrival, Chunk, RegisterPool
-from pdsim.kv.pages import Pages, Runs, cut
+from pdsim.kv.pages import Pages, Runs, cut, pair
 from pdsim.kv.policy import Policy
 from pdsim.transfer import Batch, Peer, Region
 from pdsim.transfer.batch import LazyBatch
@@ -35,6 +36,7 @@ PATHS = ("grouped", "sliced", "staged", "metadata")
 """
 
 Int64s = npt.NDArray[np.int64]
+Ints = tuple[int, ...]
 Offsets = tuple[Int64s, Int64s, Int64s]  # source, target, size
 
 _AUX_SIZES = np.array(AUX_ROWS, np.int64)
@@ -80,6 +82,16 @@ class Planner:
             return self._arrays(runs, slots, state)
         return LazyBatch(self._source, self._target, *counted, lambda: self._arrays(runs, slots, ()))
 
+    def between(self, source: Pages, target: Pages, state: tuple[Runs, ...] = ()) -> Batch:
+        """Return the batch of ``pair(source, target)`` and *state*; the pairs are made on first use.
+
+        Raise `InvalidBatch` as `batch` does, and a `ValueError` as `pair` does.
+        """
+        counted = None if any(state) else self._count_between(source, target)
+        if counted is None:
+            return self._arrays(pair(source, target), None, state)
+        return LazyBatch(self._source, self._target, *counted, lambda: self._arrays(pair(source, target), None, ()))
+
     def _plane(self, runs: Runs, plane: int) -> Batch:
         whole, planes = self.batch(runs), self.planes
         each = len(whole) // planes
@@ -93,26 +105,40 @@ class Planner:
 
     def _count(self, runs: Runs, slots: tuple[int, int] | None) -> tuple[int, int] | None:
         # Descriptors and bytes; None if arrays have to say what is wrong.
-        rows = descriptors = nbytes = 0
-        ends = [0, 0]
+        descriptors = nbytes = 0
         if runs:  # in columns: a batch of vLLM has a run for each of hundreds of pages
             sources, targets, counts = zip(*runs, strict=True)
-            starts, stops = sorted(targets), sorted(map(add, targets, counts))
-            if min(sources) < 0 or starts[0] < 0 or min(counts) < 1 or not all(map(le, stops, starts[1:])):
-                return None  # none begins before the one before it ends, in the order of each
-            rows, ends = sum(counts), [max(map(add, sources, counts)), stops[-1]]
-        for section in self._kv:
-            if not section.holds(*ends):
+            moved = self._count_rows(len(runs), sources, counts, targets, counts)
+            if moved is None:
                 return None
-            count, size = section.count(len(runs), rows)
-            descriptors += count
-            nbytes += size
+            descriptors, nbytes = moved
         if slots is not None and self._aux:
             if not all(0 <= slot < layout.slots for layout, slot in zip(self._layouts, slots, strict=True)):
                 return None
             descriptors += len(AUX_ROWS)
             nbytes += sum(AUX_ROWS)
         return (descriptors, nbytes) if descriptors else None
+
+    def _count_between(self, source: Pages, target: Pages) -> tuple[int, int] | None:
+        if not source or not target:
+            return None
+        (sources, counts), (targets, others) = zip(*source, strict=True), zip(*target, strict=True)
+        ends = set(accumulate(counts))  # a pair ends where a run of either side does
+        if sum(counts) != sum(others) or min(counts) < 1:
+            return None
+        return self._count_rows(len(ends.union(accumulate(others))), sources, counts, targets, others)
+
+    def _count_rows(
+        self, runs: int, sources: Ints, counts: Ints, targets: Ints, others: Ints
+    ) -> tuple[int, int] | None:
+        starts, stops = sorted(targets), sorted(map(add, targets, others))
+        if min(sources) < 0 or starts[0] < 0 or min(others) < 1 or not all(map(le, stops, starts[1:])):
+            return None  # none begins before the one before it ends, in the order of each
+        ends, rows = (max(map(add, sources, counts)), stops[-1]), sum(others)
+        if not all(section.holds(*ends) for section in self._kv):
+            return None
+        counted = [section.count(runs, rows) for section in self._kv]
+        return sum([count for count, _ in counted]), sum([size for _, size in counted])
 
     def _arrays(self, runs: Runs, slots: tuple[int, int] | None, state: tuple[Runs, ...]) -> Batch:
         parts = [section.offsets(runs) for section in self._kv] if runs else []

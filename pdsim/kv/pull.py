@@ -18,10 +18,10 @@ from pdsim.core.errors import MessageError, PeerLost
 from pdsim.kv.contents import KvPool
 from pdsim.kv.layout import REGION, RankMap, RankShare
 from pdsim.kv.messages import Chunk, RankQuiesced, ReadRequest, RegisterPool, TransferDone
-from pdsim.kv.pages import Pages, Runs, before, cut, pair
+from pdsim.kv.pages import Pages, after, before, pair
 from pdsim.kv.plan import Peers, Planner, planner
 from pdsim.kv.push import when_settled
-from pdsim.transfer import Notification, Peer, Transfer
+from pdsim.transfer import Batch, Notification, Peer, Transfer
 
 
 @dataclass(slots=True)
@@ -150,14 +150,14 @@ class KvReader:
         if not self.peers.connected(message.prefill):
             self.peers.wait(message.prefill, message.room, lambda: self._begin(room))
             return
-        runs = pair(message.source, message.pages)
         state = tuple(map(pair, message.source_state, message.state))
-        pages = sum([count for _, _, count in runs])
+        count = sum([count for _, count in message.source])
         for index, source in self.peers.of(message.prefill).items():
-            share = self._map.share(index, pages)
-            own = runs if len(share) == pages else cut(runs, share.start, len(share))
-            rows: Runs = own if "kv" in source.components else ()
-            self._post(room, source, rows, state if source.components != ("kv",) else ())
+            share = self._map.share(index, count) if "kv" in source.components else range(0)
+            here, there = (before(after(side, share.start), len(share)) for side in (message.pages, message.source))
+            own = state if source.components != ("kv",) else ()
+            if here or own:
+                self._post(room, source, source.planner.between(there, here, own))
         if not room.missing and not room.failed:
             self._complete(room)
 
@@ -181,10 +181,8 @@ class KvReader:
         path = "grouped" if part.heads is None else "sliced"
         return _Source(peer, planner(register.layout, self.layout, part), part.components, path)
 
-    def _post(self, room: _ReadRoom, source: _Source, rows: Runs, state: tuple[Runs, ...]) -> None:
-        if not rows and not state:
-            return
-        batch = source.planner.batch(rows, None, state).over(source.peer.regions[REGION], self.pool.region)
+    def _post(self, room: _ReadRoom, source: _Source, batch: Batch) -> None:
+        batch = batch.over(source.peer.regions[REGION], self.pool.region)
         transfer = self._rank.endpoint.read(source.peer, batch, label=f"{room.request.room}/0/{source.path}")
         self.posted = max(self.posted, transfer.posted)
         room.missing += 1

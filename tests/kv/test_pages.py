@@ -46,6 +46,22 @@ def test_pages_are_given_out_in_the_order_of_releases(order, given):
     assert pool.is_whole()
 
 
+@pytest.mark.parametrize("block", [1, 2])
+def test_a_queue_gives_pages_in_the_order_of_one_list(block):
+    pool, draw, free = page_pool("queue", 40, block), random.Random(5), [*range(40)]
+    for owner in range(200):
+        count = block * draw.randrange(1, 5)
+        if pool.allocate(owner, count) is not None:
+            assert numbered(pool.owners[owner]) == [(page,) for page in free[:count]]
+            del free[:count]
+        if len(pool) > 4 or not free:
+            gone = draw.choice([*pool.owners])
+            pages = [page for (page,) in numbered(pool.owners[gone])]
+            pool.release(gone)
+            free += [page + n for page in pages[::block][::-1] for n in range(block)]
+        assert pool.is_whole()
+
+
 def test_what_a_queue_adds_to_an_owner_comes_last():
     pool = filled(page_pool("queue", 8), 2, 2)
     assert pool.extend(0, 2)

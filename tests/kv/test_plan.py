@@ -1,5 +1,6 @@
 """Writes and descriptors: how many the reference counts, and that they move every byte to where it belongs."""
 
+import random
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from pdsim.config import build
 from pdsim.core.errors import InvalidBatch
 from pdsim.kv.layout import REGION, STAGING, Grid, HeadSlice, KvLayout, KvShape, RankMap, RankShare
 from pdsim.kv.messages import Chunk, RegisterPool
-from pdsim.kv.pages import Runs
+from pdsim.kv.pages import Pages, Runs, pair
 from pdsim.kv.plan import BlockPlan, DecodePeer, Planner, block_plans, planner
 from pdsim.kv.policy import Policy
 from pdsim.models.llm import Llm
@@ -53,6 +54,43 @@ def test_runs_that_make_no_batch_are_refused(runs, words):
     pool = layout(LLAMA_8B, pages=256)
     with pytest.raises(InvalidBatch, match=words):
         Planner(pool, pool).batch(runs)
+
+
+@pytest.mark.parametrize("heads", [None, HeadSlice(0, 1, 1)])
+def test_two_lists_of_pages_make_the_batch_of_their_pairs(heads):
+    plan, draw = Planner(layout(LLAMA_8B), layout(LLAMA_8B), RankShare(("kv",), heads)), random.Random(3)
+    for _ in range(50):
+        source, target = (_drawn_pages(draw) for _ in range(2))
+        batch, long = plan.between(source, target), plan.batch(pair(source, target))
+        assert counted(batch) == counted(long)
+        for column in ("source_offset", "target_offset", "size"):
+            assert np.array_equal(getattr(batch, column), getattr(long, column))
+
+
+def _drawn_pages(draw: random.Random) -> Pages:
+    # twelve pages, in runs of one to three
+    firsts, runs = draw.sample(range(0, 96, 3), 12), []
+    while firsts:
+        size = min(draw.choice((1, 1, 2, 3)), len(firsts))
+        runs.append((firsts[0], size))
+        del firsts[:size]
+    return tuple(runs)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "error"),
+    [
+        (((0, 2),), ((0, 1),), ValueError),
+        (((0, 2),), ((-1, 2),), InvalidBatch),
+        (((255, 2),), ((0, 2),), InvalidBatch),
+        (((0, 4),), ((0, 2), (1, 2)), InvalidBatch),
+        ((), (), InvalidBatch),
+    ],
+)
+def test_lists_of_pages_are_refused_as_their_pairs_are(source, target, error):
+    pool = layout(LLAMA_8B, pages=256)
+    with pytest.raises(error):
+        Planner(pool, pool).between(source, target)
 
 
 @pytest.mark.parametrize("heads", [None, HeadSlice(0, 1, 1)])

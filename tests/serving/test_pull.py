@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from pdsim.kv.messages import Abort, Renew, TransferDone
+from pdsim.kv.messages import Abort, Destination, Renew, TransferDone
 from pdsim.models.llm import Hybrid, Side
+from pdsim.serving.prefill import PrefillRequest
 from pdsim.serving.rank_process import EngineRank
 from pdsim.serving.settings import HostCosts, ServingEngine
 from pdsim.serving.workload import Request
@@ -63,6 +64,23 @@ def test_used_pages_take_a_descriptor_each_of_the_smaller(prefill, decode, count
     served = serve(requests, kv=kv, engine=replace(PULL, pages="queue"))
     counts = [read.descriptors for read in served.outcome.ranks["decode0.0"].transfers]
     assert counts == [4, 4 * count]  # of K and V in two layers
+
+
+def test_pages_that_nobody_reads_change_nothing(monkeypatch):
+    requests = [Request(0.01 * number, 60 + 7 * number, 5) for number in range(12)]
+
+    def served() -> tuple[Any, Any]:
+        outcome = serve(requests, prefill=Side(tp=1), memory="timing").outcome
+        return outcome.events, [*outcome.ranks["decode0.0"].transfers]
+
+    short, start = served(), PrefillRequest.start
+
+    def named(room: PrefillRequest, now: float, kept: Destination, _: Any, *rest: Any) -> None:
+        start(room, now, kept, kept.pages, *rest)
+        assert room.runs
+
+    monkeypatch.setattr(PrefillRequest, "start", named)
+    assert served() == short
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,8 @@ class PullPrefillLeader(PrefillLeader):
         self._leases = Timers(engine.clock, scheduler.job.engine.lease, self._lease_ends)
         self._fence = mover.fence
         self._fence.free = self._return
+        # whether a rank looks at which pages a chunk has: there are hundreds
+        self._names_pages = bool(engine.followers) or engine.rank.device.holds_bytes
         engine.handlers |= {ReadDone: self._read_done, Renew: engine.current(self._renew)}
 
     def drop(self, incarnation: str) -> None:
@@ -94,7 +96,7 @@ class PullPrefillLeader(PrefillLeader):
             return False
         pages, state = given
         kept = Destination(self._engine.incarnation, room.request.room, room.request.input, pages, 0, state)
-        room.start(self._scheduler.clock.now, kept, pages, state, 0)
+        room.start(self._scheduler.clock.now, kept, pages if self._names_pages else (), state, 0)
         return True
 
     def look(self, _: Any = None) -> None:
