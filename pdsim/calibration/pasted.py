@@ -40,6 +40,9 @@ def facts(text: str, hw: Machine, local: bool) -> list[Fact]:
     text = re.sub(r"\x1b\[[\d;]*m", "", text)
     named = {card.partition(":")[0] for cards in _CHOICE.findall(text) for card in cards.split(",")} - {"all", ""}
     said = [*_topology(text, named, local), *_transports(text, hw, local), *_lines(text)]
+    said += (
+        [Fact("not over NVLink", f"UCX_TLS={tls}")] if not _maps(tls := variables(text).get("UCX_TLS", "")) else []
+    )
     if not local:
         said += _ports(text, named, hw)
     elsewhere = "slow GPU memory" if local else "not over NVLink"
@@ -99,6 +102,16 @@ def _ports(text: str, named: set[str], hw: Machine) -> Iterator[Fact]:
     if 0 < fastest < wanted:
         cards = ", ".join(name for name, rate in up.items() if rate == fastest)
         yield Fact("slow wire", f"{cards} at {fastest:g} Gb/s, hw.nic.rate is of {wanted}", wanted / fastest)
+
+
+def _maps(transports: str) -> bool:
+    # whether UCX may map the memory of another process's GPU; NIXL's and Dynamo's images set ^cuda_ipc
+    named = {word.strip("^ ") for word in transports.lower().split(",")}
+    return (
+        not named & {"cuda_ipc", "cuda"}
+        if transports.startswith("^")
+        else bool(named & {"", "all", "cuda", "cuda_ipc"})
+    )
 
 
 _ROW = re.compile(r"\|\s*[\w.]+\.\.inf\s*\|\s*([^|]*?)\s*\|\s*([^|]*?)\s*\|")

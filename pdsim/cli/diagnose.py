@@ -102,9 +102,9 @@ def _facts(text: str, config: Config, at: str) -> list[Fact]:
     # beside what tools said, the wire that variables choose, as `pdsim recipe` takes it
     facts, chosen = pasted.facts(text, config.hw, local=at == "intra"), pasted.variables(text)
     for variable, keys in wire_chosen(chosen, config.backend.name).items():
-        if keys.get("backend", "").endswith("_tcp") or (at == "inter" and keys.get("backend.inter.path") == "tcp"):
-            by_tcp = at == "inter" or "tcp" in variable.lower()  # else through the host's memory
-            facts.append(Fact("over TCP" if by_tcp else "not over NVLink", variable))
+        over_tcp = keys.get("backend", "").endswith("_tcp") and (at == "inter" or "tcp" in variable.lower())
+        if over_tcp or (at == "inter" and keys.get("backend.inter.path") == "tcp"):
+            facts.append(Fact("over TCP", variable))
     return facts
 
 
