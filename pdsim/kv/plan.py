@@ -337,6 +337,7 @@ class Write:
     times: Sequence[float] = ()  # when each is computed, if they are posted meanwhile
     pages: int = 0  # of a batch, where each is of the next forward; 0: of one forward
     beside: Sequence[Write] = ()  # of other chunks to the same target, which take turns with this one
+    done: int = 0  # batches that have completed
     room: Any = field(init=False)  # its `pdsim.kv.push.RoomTransferState`
     arrival: Arrival = field(init=False)
 

@@ -508,6 +508,7 @@ class KvSender:
         state = write.room
         self._succeeded = True
         state.nbytes += nbytes
+        write.done += writes
         state.unfinished -= writes
         if not state.unfinished:
             self._conclude(state)
@@ -518,7 +519,7 @@ class KvSender:
         for part, write in enumerate(writes):
             state = write.room
             state.sequences.remove((event, part))
-            if not event.ok and state.status is not Status.SUCCESS:  # or its own writes had all succeeded
+            if not event.ok and write.done < write.count:  # else its own writes had all succeeded
                 self._hold(state, event.failed)
                 self._broken(write, event.value)
                 continue

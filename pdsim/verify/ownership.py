@@ -108,8 +108,15 @@ class OwnershipChecker:
 
     def check_bytes(self, rank: str, room: int, pages: int) -> None:
         """Check that *pages* of *room* have come to decode *rank*, in each plane once."""
-        tables = self._members[rank].mover.layout.tables
-        most = pages * sum(len(table.planes) * table.item for table in tables if table.component in ("kv", "index"))
+        member = self._members[rank]
+        layout, ranks = member.mover.layout, member.job.rank_map
+        parts = [
+            part for writer, part in ranks.writers(member.index).items() if ranks.prefill.at(writer)[1:] == (0, 0)
+        ]
+        heads = [part.heads.heads for part in parts if part.heads is not None and "kv" in part.components]
+        copies = max(1, sum(heads) // max(1, layout.shape.local_heads(layout.tp)))  # replicas of a head all write it
+        tables = [table for table in layout.tables if table.component in ("kv", "index")]
+        most = pages * sum(len(table.planes) * table.item * copies for table in tables)
         if (came := self._came[rank, room]) != most:
             self._report("I14", f"{came} bytes of pages of room {room} have come to {rank}, it has {most}")
 

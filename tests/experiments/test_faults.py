@@ -272,6 +272,12 @@ def test_rooms_beside_each_other_have_what_is_theirs(seed, kinds, change, law):
         assert law in {violation.invariant for violation in shown.run().violations}
 
 
+def test_a_room_whose_part_is_written_waits_for_later_chunks():
+    always = frozenset(("broken", "layerwise"))
+    # two rooms of a sequence of three that fails have later chunks: with it they failed, and 3 requests were served
+    assert FaultTrial(247, 8, 0.4, frozenset(KINDS) - always, always).run().statuses["ok"] == 5
+
+
 @pytest.mark.parametrize(("seed", "requests"), [(21, 14), (736, 8)])
 def test_what_decode_holds_is_computed_and_not_sent(seed, requests):
     kinds = frozenset(("caches", "held", "layerwise"))
