@@ -425,6 +425,7 @@ def attempt(scenario: Scenario) -> Tried:
     timeout = scenario.engine.timeout
     for rank in outcome.ranks.values():
         checks.bounds.transferred(rank.transfers, timeout)
+        checks.order.transferred(rank.transfers)
     statuses = causes.know(outcome, checks.held, checks.broken_rooms, checks.endings.generated)
     bounds = checks.bounds
     wrong = causes.unrecovered(outcome), causes.sent_wrongly(bounds.moved)

@@ -187,6 +187,8 @@ def _decodes(scheduler: Any, with_pages: set[int]) -> Wrong:  # noqa: ARG001
     if hasattr(handoff, "slots"):
         yield from _same("slots", handoff.slots.owners, [n for n, r in rooms.items() if r.state in _WITH_SLOT])
     else:
+        if handoff._sources and scheduler.job.engine.lease and not handoff._beats:
+            yield "I12", f"rooms {sorted(handoff._sources)} are read, and no heartbeat is due"
         for what in ("_sources", "_asked", "_nbytes"):
             if over := getattr(handoff, what).keys() - named:
                 yield "I8", f"{what} has rooms {sorted(over)}, which are over"
@@ -264,7 +266,7 @@ def _movers(member: Any, rooms: Any) -> Wrong:
         yield "I8", f"rooms {sorted(over)} are kept, which the leader has not"
     moving = Counter(int(one.transfer.label.partition("/")[0]) for one in member.rank.endpoint.moving.values())
     if isinstance(part, KvSender):
-        yield from _sender(part, moving)
+        yield from _sender(part, moving, exact=not (part._gathers or member.job.layerwise))
     elif isinstance(part, KvSource):
         for number, own in part._rooms.items():
             if own.planned < 0 or (own.aborted and not own.planned):
@@ -282,8 +284,8 @@ def _movers(member: Any, rooms: Any) -> Wrong:
         yield from _receiver(part)
 
 
-def _sender(sender: Any, moving: Counter[int]) -> Wrong:
-    exact = sender._gathers is None  # a gather counts, too
+def _sender(sender: Any, moving: Counter[int], exact: bool) -> Wrong:
+    # *exact* unless gathers count, too, or the failed write of a sequence is that of all its rooms.
     busy = sender._policy.notify == "poll"
     for number, state in sender._rooms.items():
         counts = state.moving, state.planned, state.unfinished

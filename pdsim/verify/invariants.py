@@ -48,6 +48,7 @@ from pdsim.verify.bounds import BoundsChecker
 from pdsim.verify.computed import ComputedChecker, window_differs
 from pdsim.verify.endings import EndingChecker
 from pdsim.verify.leaks import LeakChecker
+from pdsim.verify.order import OrderChecker
 from pdsim.verify.ownership import OwnershipChecker
 from pdsim.verify.reached import Rooms, transition
 from pdsim.verify.speech import SpeechChecker
@@ -61,7 +62,7 @@ INVARIANTS = {
     "I4": "Writes to a staging slot belong to its room, writer and chunk; slots never overlap.",
     "I5": "Every request ends; each failure, and each end of a rank, follows a fault that reached it.",
     "I6": "First-token metadata is read from, lands in, and is taken from its room's slot.",
-    "I7": "The ranks of a group process the same chunks and pages in one order.",
+    "I7": "Ranks of a group process the same chunks in one order; messages and queues keep theirs.",
     "I8": "Each page, slot and room has one place; at the end none, no memory and no tokens are left.",
     "I9": "At the end every pair of live instances is connected and serves its probe; drains end in time.",
     "I10": "Prefill sends only what finished forwards have computed.",
@@ -69,7 +70,7 @@ INVARIANTS = {
     "I12": "Who has work is awake: pages out of quarantine, and free staging slots, go to whoever waits.",
     "I13": "Failed rooms post nothing, draining instances get none; rooms of users who left end with the step.",
     "I14": "All output tokens are decoded, stages in order; pages come once, and counts are of what they count.",
-    "I15": "Transfers and waits end by their deadline; nothing is given up sooner; send queues keep their depth.",
+    "I15": "Transfers and waits end by their deadline, none sooner; queues, batches and forwards keep their sizes.",
     "I16": "Runs of forwards and isolated transfers end as single ones do.",
 }
 """The checked invariants, by name; `docs/faults.md` has the table."""
@@ -117,6 +118,7 @@ class InvariantChecker(Observer):
         self.bounds = BoundsChecker(self._report, self.reached)
         self._waits = WaitChecker(self._report)
         self._agreement = AgreementChecker(self._report)
+        self.order = OrderChecker(self._report)
         self.endings = EndingChecker(self._report)
         self.written: dict[int, float] = {}  # rooms: when prefill has said that all of it has moved
         self.went_on: dict[int, float] = {}  # rooms: when decode has what it waited for, or gives up
@@ -152,6 +154,7 @@ class InvariantChecker(Observer):
         self.bounds.joined(member)
         self._waits.joined(member)
         self._agreement.joined(member)
+        self.order.joined(member)
         self._speech.joined(member)
         self.endings.joined(member)
         if isinstance(member, Router):
@@ -177,11 +180,13 @@ class InvariantChecker(Observer):
         """Count a transition of *room*, to *state*, and check how long it took."""
         self.reached[transition(room, state)] += 1
         self._waits.changes(room, state)
+        self.order.changes(room, state, self._now())
         if room.state == "reserved":
             self.went_on[room.request.room] = self._now()
 
     def sent(self, sender: str, receiver: str, payload: bytes) -> None:
         """Look at a control message, and at who sleeps."""
+        self.order.sent(sender, receiver, payload, self._now())
         try:
             message = decode(payload)
         except MessageError:
@@ -211,10 +216,12 @@ class InvariantChecker(Observer):
 
     def read(self, batch: Batch, label: str) -> None:
         """Check that what is read is the room's."""
+        self.order.moved("read", batch, label)
         self._owners.read(batch, label)
 
     def landed(self, batch: Batch, label: str) -> None:
         """Check that what is written is the room's."""
+        self.order.moved("landed", batch, label)
         self._owners.landed(batch, label)
 
     def copied(self, batch: Batch) -> None:
@@ -225,6 +232,7 @@ class InvariantChecker(Observer):
         """Check that *rank* had a cause to end, if it ended with an *error*."""
         self._gone.add(rank)
         self.endings.ended(rank, self._now())
+        self.order.ended(rank)
         if error and not self._allowed(rank, error, self._now(), self._born.get(rank, 0.0)):
             self._report("I5", f"{rank} ended: {error}")
 
@@ -302,6 +310,7 @@ class InvariantChecker(Observer):
 
     def _on_finished(self, _: str, message: Finished) -> None:
         self.bounds.finished(message)
+        self.order.finished(message)
         if message.room not in self._targets:
             self._report("I2", f"room {message.room} finished without a destination")
             return
@@ -411,6 +420,7 @@ class InvariantChecker(Observer):
             return
         self._stopped = True
         self.endings.check_memory(self._now())
+        self.order.check(self._now())
         for name, member in self._members.items():
             if name not in self._gone and not member.has_ended:
                 self._leftovers.check(name)

@@ -82,6 +82,8 @@ class LeakChecker:
                 self._report("I8", f"{name} has {grown} {what} more than at the start when all is over")
         endpoint = member.rank.endpoint
         failed = sum(posted.transfer.triggered for posted in endpoint.moving.values())
+        if endpoint.moving and not failed:
+            self._report("I8", f"{name} has {len(endpoint.moving)} transfers under way when all is over")
         if failed != endpoint.quarantined:
             self._report("I8", f"{name} counts {endpoint.quarantined} transfers in quarantine, there are {failed}")
         for peer, connection in getattr(member.rank.endpoint, "_connections", {}).items():
