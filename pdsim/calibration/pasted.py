@@ -114,33 +114,44 @@ def _maps(transports: str) -> bool:
     )
 
 
+_TITLE = re.compile(r"\|.*\bby ucp_(\w+)")
 _ROW = re.compile(r"\|\s*[\w.]+\.\.inf\s*\|\s*([^|]*?)\s*\|\s*([^|]*?)\s*\|")
 _LANES = re.compile(r"(?:ep_cfg\[\d+\]:|(?:inter|intra)-node cfg#\d+) (.*\(.*)")
 _VERBS = re.compile(r"\b(?:rc|dc|ud|rc_\w+|dc_\w+|ud_\w+|srd)/")
 
 
+def _rows(text: str) -> list[tuple[str, str]]:
+    # how UCX moves the largest messages, and by what: those of remote memory, as NIXL's, and of GPUs before others
+    tables, title = dict[tuple[bool, bool], list[tuple[str, str]]](), (False, False)
+    for line in text.splitlines():
+        if named := _TITLE.search(line):
+            title = named[1] in ("put", "get"), "cuda" in line
+        elif (row := _ROW.search(line)) and row[2]:
+            tables.setdefault(title, []).append((row[1], row[2]))
+    return tables[max(tables)] if tables else []
+
+
 def _transports(text: str, hw: Machine, local: bool) -> Iterator[Fact]:
-    # UCX names what it chose for the largest messages in a table, and in a line the lanes of an endpoint: those of
-    # remote memory (rma, or rma_am where it is emulated by messages), which NIXL uses, before those of messages
-    rows = [(how, by) for how, by in _ROW.findall(text) if by]
-    lanes = list[str]()
-    for line in _LANES.findall(text):
-        groups = dict(re.findall(r"(\w+)\(([^)]*)\)", line))
-        lanes += [groups[kind] for kind in ("rma", "rma_bw", "rma_am", "tag", "am") if kind in groups][:1]
-    taken = " ".join([by for _, by in rows] or lanes)
-    if not taken:
-        return
-    verbs, nvlink = bool(_VERBS.search(taken)), "cuda_ipc" in taken
-    if "tcp/" in taken and not verbs and not nvlink:
+    rows = _rows(text)
+    lanes = [dict(re.findall(r"(\w+)\(([^)]*)\)", line)) for line in _LANES.findall(text)]
+    moving = [group for line in lanes for kind, group in line.items() if kind not in ("ka", "amo", "amo_am", "cm")]
+    taken = " ".join([by for _, by in rows] or moving)
+    by = set(re.findall(r"\b([a-z]\w*)/", taken))
+    if by and by <= {"tcp", "self"}:
         yield Fact("over TCP", "UCX chose tcp for the bytes")
-    elif local and not nvlink:
-        yield Fact("not over NVLink", f"UCX chose {taken} for the bytes, not cuda_ipc")
-    rails = max((len(set(re.findall(r"\w+/(\S+)", lane))) for lane in lanes if _VERBS.search(lane)), default=0)
-    if not local and 0 < rails < hw.nic.rails:
-        yield Fact("slow wire", f"bytes go over {rails} of {hw.nic.rails} rails", hw.nic.rails / rails)
-    for how, by in rows:
-        if "emulation" in how or "cuda_copy" in by:
-            yield Fact("not over NVLink" if local else "slow GPU memory", f"UCX chose {how}, {by}")
+    elif by and local and "cuda_ipc" not in by:
+        yield Fact("not over NVLink", f"UCX chose {', '.join(sorted(by))} for the bytes, not cuda_ipc")
+    rails = {
+        len(set(line[kind].split()))
+        for line in lanes
+        for kind in ("rma", "rma_bw")
+        if _VERBS.search(line.get(kind, ""))
+    }
+    if not local and rails and max(rails) < hw.nic.rails:
+        yield Fact("slow wire", f"bytes go over {max(rails)} of {hw.nic.rails} rails", hw.nic.rails / max(rails))
+    for how, what in dict.fromkeys(rows):
+        if "emulation" in how or "cuda_copy" in what or "cuda_copy" in how:
+            yield Fact("not over NVLink" if local else "slow GPU memory", f"UCX chose {how}, {what}")
 
 
 _SIGNS: Mapping[str, tuple[str, str]] = {

@@ -63,6 +63,18 @@ TABLE = """\
 |     0 | no data fetch      |               |
 | 1..inf | software emulation | {by} |
 """
+# of NIXL 1.5.1 with UCX 1.23 on loopback
+TABLES = """\
+   | a self cfg#0                                             |
+   | remote memory write by ucp_put* from host memory to host |
+   +--------+-------------+-----------------------------------+
+   | Range  | Description |              Config               |
+   | 0..inf | zero-copy   | {by} |
+   | a self cfg#0                                    |
+   | active message by ucp_am_send* from host memory |
+   |          0 | short              | tcp/lo        |
+   | 16516..inf | multi-frag copy-in | tcp/lo        |
+"""
 EMULATED = "UCX chose software emulation, "
 
 
@@ -111,7 +123,12 @@ EMULATED = "UCX chose software emulation, "
         ("ENV UCX_TLS=^cuda_ipc", True, [Fact("not over NVLink", "UCX_TLS=^cuda_ipc")]),
         ("ENV UCX_TLS=^cuda_ipc", False, []),
         ("UCX_TLS=rc,cuda_ipc\nUCX_TLS=all", True, []),
-        ("UCX INFO ucp_context_0 intra-node cfg#2 rma_am(tcp/eth1) am(tcp/eth1 cuda_ipc/cuda)", True,
+        ("UCX INFO ucp_context_0 intra-node cfg#2 rma_am(tcp/eth1) am(tcp/eth1 cuda_ipc/cuda)", True, []),
+        ("UCX INFO a intra-node cfg#1 rma_am(tcp/lo)  amo_am(tcp/lo)  am(tcp/lo tcp/eth0)  ka(tcp/lo)", True,
+         [Fact("over TCP", "UCX chose tcp for the bytes")]),
+        (TABLES.format(by="cma/memory"), True,
+         [Fact("not over NVLink", "UCX chose cma for the bytes, not cuda_ipc")]),
+        (TABLES.format(by="52% on tcp/lo and 48% on tcp/eth0"), True,
          [Fact("over TCP", "UCX chose tcp for the bytes")]),
         (TABLE.format(by="tcp/eth0"), False, [Fact("over TCP", "UCX chose tcp for the bytes"),
                                               Fact("slow GPU memory", f"{EMULATED}tcp/eth0")]),
@@ -119,7 +136,7 @@ EMULATED = "UCX chose software emulation, "
             TABLE.format(by="sysv/memory"),
             True,
             [
-                Fact("not over NVLink", "UCX chose sysv/memory for the bytes, not cuda_ipc"),
+                Fact("not over NVLink", "UCX chose sysv for the bytes, not cuda_ipc"),
                 Fact("not over NVLink", f"{EMULATED}sysv/memory"),
             ],
         ),
