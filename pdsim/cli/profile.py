@@ -193,13 +193,13 @@ def _fitted(config: Config, path: Path, rows: list[Row], title: str, models: Seq
 FUSED = {"norm": 0.65, "activation": 0.65, "rotary": 0.35}
 """Shares of the memory rate of what tables lack: an engine's kernels are fused, PyTorch's are not."""
 HOST = {
-    "vllm": {"layer_launch": 0.7e-3, "mixed_launch": 1.4e-3, "scale_launch": 20e-6, "prompt_host": 3.8e-3},
+    "vllm": {"layer_launch": 0.8e-3, "mixed_launch": 1.5e-3, "scale_launch": 20e-6, "prompt_host": 6e-3},
     "sglang": {"layer_launch": 0.57e-3, "mixed_launch": 1.14e-3, "prompt_host": 3.8e-3},
 }
-"""Host time of an eager prefill: geometric means of five hosts' single requests of 128 to 512 tokens (data/live).
+"""Host time of an eager prefill: vLLM's has the least error of TTFT's p50 in the loads of four hosts (data/live).
 
-Layers with experts take twice as long (one host), a product of 8 bits 20 us more (two: 0 and 21 where a load's short
-prompts were quickest).  *prompt_host* is what longer prompts take beyond their operators.
+SGLang's are single requests of 128 to 512 tokens on five hosts.  A product of 8 bits takes 20 us more (two hosts: 0
+and 21 where a load's short prompts were quickest).  *prompt_host* is what prompts take beyond their operators.
 """
 ROUTING = {"vllm": 3.6e-6, "sglang": 7e-6}
 """Of a layer with experts: vLLM's is what steps of one request of Qwen3-30B-A3B leave (data/live); 7 is assumed."""

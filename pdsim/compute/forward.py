@@ -130,11 +130,15 @@ def between_nodes(machine: Machine, ranks: int) -> tuple[float, float]:
 class ForwardModel(Protocol):
     """How long the iterations of a rank take, in seconds."""
 
-    def prefill(self, pieces: Iterable[tuple[int, int]], mean: int = 0) -> float:
+    def prefill(self, pieces: Iterable[tuple[int, int]], mean: int = 0, ahead: float = 0.0) -> float:
         """Return the seconds of an iteration over *pieces*, each with so many tokens of context and so many new.
 
         Attention groups have *mean* new tokens each in the mean, 0: as many as these; only attention is of *pieces*.
+        The host has begun *ahead* seconds before the device is free.
         """
+
+    def launching(self, tokens: int) -> float:
+        """Return the seconds for which the host launches an iteration of so many new *tokens* of prompts."""
 
     def step(self, batch: int) -> float:
         """Return the seconds of a decode iteration of *batch* requests, without those for their context."""
@@ -313,8 +317,8 @@ class OperatorForward:
 
     # --- what serving asks for -------------------------------------------------------------------------------------
 
-    def prefill(self, pieces: Iterable[tuple[int, int]], mean: int = 0) -> float:
-        """Return the seconds of an iteration over *pieces*, each with so many tokens of context and so many new."""
+    def prefill(self, pieces: Iterable[tuple[int, int]], mean: int = 0, ahead: float = 0.0) -> float:
+        """Return the seconds of an iteration over *pieces*: see `ForwardModel.prefill`."""
         taken = list(pieces)
         tokens = 0
         for _, new in taken:
@@ -323,12 +327,14 @@ class OperatorForward:
         if mean and mean != tokens:
             linear += self._own(tokens) - self._own(mean)
         seconds = (linear + self._attention_layers * self._attention(taken)) / self.share
-        launching = (
-            self._launching if tokens > self.graph_tokens else PIECES * self._launching if self.twelve else 0.0
-        )
-        if seconds < launching:
-            seconds = launching
-        return self.scale * (seconds + self._around)
+        seconds = max(seconds, self.launching(tokens) - ahead)
+        return self.scale * (seconds + self.launch_factor * self.kernels.prompt_host + self.overhead)
+
+    def launching(self, tokens: int) -> float:
+        """Return the seconds for which the host launches an iteration of so many new *tokens* of prompts."""
+        if tokens > self.graph_tokens:
+            return self._launching
+        return PIECES * self._launching if self.twelve else 0.0
 
     def step(self, batch: int) -> float:
         """Return the seconds of a decode iteration of *batch* requests, without those for their context."""
@@ -350,10 +356,7 @@ class OperatorForward:
         return self.stages * self.scale * (device + self.overhead)
 
     def context_of(self, batch: int) -> float:
-        """Return the seconds that a token of context adds to a decode iteration of *batch* requests.
-
-        A kernel with tiles multiplies all rows of a tile; a request fills few of them (`tiles.decode_rows`).
-        """
+        """Return the seconds that a token of context adds to a decode iteration of *batch* requests."""
         return self._token(-(-batch // self.stages))
 
     @cached_property
@@ -432,10 +435,6 @@ class OperatorForward:
         scaled = sum(one.times for one, dtype in self._products[kernels.absorbed_prefill] if dtype == "fp8")
         apart = 0 if self.graph_tokens else scaled  # torch.compile fuses it
         return self.launch_factor * (eager + apart * kernels.scale_launch) / self.share
-
-    @cached_property
-    def _around(self) -> float:
-        return self.launch_factor * self.kernels.prompt_host + self.overhead
 
     def _saved(self, rows: int) -> float:
         # What a CUDA graph of a step hides.  Shared experts run on a stream beside the router and the routed ones,

@@ -91,7 +91,11 @@ class ForwardTime:
     exchange: Exchange = field(default_factory=Exchange)  # tokens on their way to experts of other ranks
     graph_tokens: int = 0  # of an iteration that is launched as one
 
-    def prefill(self, pieces: Iterable[tuple[int, int]], mean: int = 0) -> float:
+    def launching(self, tokens: int) -> float:  # noqa: ARG002
+        """Return 0: an engine knows what launching kernels takes (`HostCosts.launch`)."""
+        return 0.0
+
+    def prefill(self, pieces: Iterable[tuple[int, int]], mean: int = 0, ahead: float = 0.0) -> float:  # noqa: ARG002
         """Return the seconds of an iteration over *pieces*, each with so many tokens of context and so many new.
 
         Rows that pad a sequence to the longest of the batch meet all of its keys, new ones and those of the context.

@@ -129,6 +129,7 @@ class Step(NamedTuple):
 
     pieces: list[tuple[int, int]]  # of prompts: tokens covered before, and tokens
     ends: list[ColocatedRequest]  # that it completes
+    ahead: float  # seconds for which it has been launched
     fresh: bool  # whether there are new requests, which the next step may begin
 
 
@@ -148,6 +149,7 @@ class ColocatedRequest:
     priority: int = 0
     cached: int = 0  # tokens of the prompt that no step computes
     loaded: int = 0  # of them, those that came back from host memory
+    came: float = 0.0
 
 
 def stepping_together(clock: Clock, groups: Sequence[ColocatedEngine]) -> Program:
@@ -193,6 +195,9 @@ class ColocatedEngine:
     come back the same way, and nobody waits for those that go there.
 
     Each turn of `run` is one step with pieces of prompts, or as many decode steps as pass before anything changes.
+
+    With ``engine.overlap`` a step is chosen and launched when the one before it begins, or has been launched.  Where
+    the scheduler's thread launches (``engine.launching_holds``), tokens of a step wait for the next launch.
     """
 
     def __init__(
@@ -231,12 +236,20 @@ class ColocatedEngine:
         self._news: Event | None = None
         self._due = 0.0  # when the step of a group would end by itself
         self._prompts = False  # whether the step before had any
+        self._chosen = 0.0  # with overlap, when the scheduler chooses the next step
+        self._unlooked = False  # and has not looked then: it is launching still
+        holds = job.engine.launching_holds
+        self._holds = job.engine.overlap and (holds == "always" or (holds == "alone" and len(traffic) == 1))
+        self._first: list[ColocatedRequest] = []  # whose first token is of the step before
+        self._last: list[ColocatedRequest] = []  # whose last one is
 
     def submit(self, request: RoutedRequest) -> None:
         """Take *request*, which the next step may begin, or with ``engine.overlap`` the one after it."""
         keys = page_keys(request.blocks, request.input, self.job.page_size)
         total, left, priority = request.input, request.output - 1, request.priority
-        self._arrived.append(ColocatedRequest(request.submission(), total, left, keys=keys, priority=priority))
+        self._arrived.append(
+            ColocatedRequest(request.submission(), total, left, keys=keys, priority=priority, came=self.clock.now)
+        )
         if self._news is not None and not self._news.triggered:
             self._news.succeed()
 
@@ -244,15 +257,15 @@ class ColocatedEngine:
         """Serve, for ever.  Raise a `ConfigError` if the scheduler gives a piece that does not fit."""
         idle = True
         while True:
-            pieces, ends, fresh = self.choose(idle)
+            pieces, ends, ahead, fresh = self.choose(idle)
             idle, moves = False, self.moves
             if moves:
                 yield from self.move()
             if pieces and self.job.engine.mixed:
-                yield self.clock.at(self._batch.begin_mixed(self.clock.now, pieces))
+                yield self.clock.at(self._batch.begin_mixed(self.clock.now, pieces, ahead=ahead))
                 self._batch.advance(self.clock.now)
             elif pieces:
-                yield self.clock.at(self.clock.now + self._batch.alone(pieces))
+                yield self.clock.at(self.clock.now + self._batch.alone(pieces, ahead=ahead))
             elif len(self._batch):
                 yield from self._decode(1 if fresh else math.inf)
             else:
@@ -279,14 +292,38 @@ class ColocatedEngine:
 
     def choose(self, idle: bool) -> Step:
         """Return the next step, of what is here now if the engine was *idle*, else of what the scheduler saw."""
-        overlap = self.job.engine.overlap
+        overlap, now = self.job.engine.overlap, self.clock.now
         self._make_room()
         if idle or not overlap:
             self._look(idle or self._prompts)
+            self._chosen = now
+        elif self._unlooked:
+            self._look(True, self._chosen)
         pieces, ends = self._pieces()
         self._prompts = bool(pieces)
-        # the next step is chosen while this one runs, from what is here now
-        return Step(pieces, ends, overlap and self._look(self._prompts))
+        ahead = now - self._chosen
+        launched = self._chosen
+        if pieces:
+            tokens = self._batch_tokens if self.job.engine.mixed else 0
+            launched += self._batch.launching(tokens + sum(new for _, new in pieces))
+        self._send(max(0.0, launched - now))
+        # The next step is chosen while this one runs, from what is here now, or when this one has been launched.
+        self._chosen, self._unlooked = max(now, launched), launched > now
+        return Step(pieces, ends, ahead, overlap and not self._unlooked and self._look(self._prompts))
+
+    def _send(self, late: float) -> None:
+        # The tokens of the step before leave so many seconds after its end.
+        for one in self._first:
+            one.joined += late
+        for one in self._last:
+            one.finished += late
+            self._finished(one)
+        self._first.clear()
+        self._last.clear()
+
+    @property
+    def _batch_tokens(self) -> int:
+        return len(self._batch) * (1 + self.job.engine.draft)
 
     @property
     def moves(self) -> bool:
@@ -311,9 +348,9 @@ class ColocatedEngine:
         batch, now, pieces = self._batch, self.clock.now, step.pieces
         self._due = now
         if pieces and self.job.engine.mixed:
-            self._due = batch.begin_mixed(now, pieces, mean)
+            self._due = batch.begin_mixed(now, pieces, mean, step.ahead)
         elif pieces:
-            return batch.alone(pieces, mean)
+            return batch.alone(pieces, mean, step.ahead)
         elif batch.begin(now, 1) < math.inf:
             self._due = batch.end(1)
         return self._due - now
@@ -325,14 +362,16 @@ class ColocatedEngine:
             self._unseen = 0 if step.pieces else (self._unseen + 1) % self.job.engine.look
         self._after(step.ends)
 
-    def _look(self, now: bool) -> bool:
-        # Whether there are new requests; those that have come since are seen *now* or after enough decode steps.
+    def _look(self, now: bool, until: float = math.inf) -> bool:
+        # Whether there are new requests; those that have come since, *until* then, are seen *now* or after enough
+        # decode steps.
         if not now and self._unseen:
             return False
         self._unseen = 0
-        fresh = bool(self._arrived)
-        self._queue.extend(self._arrived)
-        self._arrived.clear()
+        fresh = False
+        while self._arrived and self._arrived[0].came <= until:
+            self._queue.append(self._arrived.popleft())
+            fresh = True
         return fresh
 
     def _decode(self, most: float) -> Program:
@@ -345,6 +384,8 @@ class ColocatedEngine:
             yield self.clock.any_of([self.clock.at(end), self._news])
         steps = batch.steps(self.clock.now)
         steps = int(min(steps - (self._unseen + steps) % -self.job.engine.look, most))
+        if steps > 1:
+            self._chosen = batch.end(steps - 1)
         end = batch.end(steps)
         if end > self.clock.now:
             yield self.clock.at(end)
@@ -355,7 +396,7 @@ class ColocatedEngine:
         # A piece is ``(tokens covered before, tokens)``; the second are the requests that it completes.
         pieces: list[tuple[int, int]] = []
         ends: list[ColocatedRequest] = []
-        limits = self.job.chunk - len(self._batch) * (1 + self.job.engine.draft), self.job.prefill_batch
+        limits = self.job.chunk - self._batch_tokens, self.job.prefill_batch
         for one, tokens in step_pieces(self._queue, *limits, self.policy, self.job.engine.scheduler, self._start):
             pieces.append((one.done, tokens))
             one.done += tokens
@@ -407,6 +448,8 @@ class ColocatedEngine:
     def _next_token(self, one: ColocatedRequest) -> None:
         if one.joined < 0:
             one.joined = self.clock.now
+            if self._holds:
+                self._first.append(one)
         if one.left == 0:
             self._end(one)
         else:
@@ -416,7 +459,10 @@ class ColocatedEngine:
         one.finished = self.clock.now
         del self._open[one.request.room]
         self.pages.release(one.request.room)
-        self._finished(one)
+        if self._holds:
+            self._last.append(one)
+        else:
+            self._finished(one)
 
     def _make_room(self) -> None:
         # While there are too few, the scheduler's victim is preempted.  What is left over lets retracted requests

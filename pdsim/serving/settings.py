@@ -212,6 +212,9 @@ class ServingEngine:
     look: PositiveInt = 1
     pipeline: NotNegativeInt = 0  # steps, while some run, from the look that finds KV to the one that uses it
     posting_holds: bool = False  # decode's next tokens wait until a read is posted (`Transfer.posted`)
+    # tokens of a step wait until the next is launched: where the scheduler's thread launches, or that of an engine
+    # with one GPU; colocated engines with *overlap*
+    launching_holds: Annotated[str, "one of never, alone, always"] = "never"
     # who sees, once a step, that pulled KV is all there
     noticed: Annotated[str, "one of decode, prefill"] = "decode"
     # which free pages a request gets: see `pdsim.kv.pages.page_pool`

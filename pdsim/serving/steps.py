@@ -421,21 +421,28 @@ class RunningBatch:
         self._span = self._spanned(now, self._base(batch))
         return self._span.end(int(min(self._members[0][0] - self._step, most)))
 
-    def begin_mixed(self, now: float, pieces: Sequence[tuple[int, int]], mean: int = 0) -> float:
-        """Begin one step that also computes *pieces* of prompts (context, new tokens); return when it ends."""
+    def begin_mixed(self, now: float, pieces: Sequence[tuple[int, int]], mean: int = 0, ahead: float = 0.0) -> float:
+        """Begin one step that also computes *pieces* of prompts (context, new tokens); return when it ends.
+
+        Its launching has begun *ahead* seconds before *now*.
+        """
         batch = len(self._members) * (1 if self._drafts is None else 1 + self._drafts.engine.draft)
         self._span = self._spanned(
-            now, self.alone([*pieces, (0, batch)] if batch else pieces, mean and mean + batch)
+            now, self.alone([*pieces, (0, batch)] if batch else pieces, mean and mean + batch, ahead)
         )
         return self._span.end(1)
 
-    def alone(self, pieces: Sequence[tuple[int, int]], mean: int = 0) -> float:
+    def alone(self, pieces: Sequence[tuple[int, int]], mean: int = 0, ahead: float = 0.0) -> float:
         """Return the seconds of a step that computes *pieces* of prompts and no token of the batch.
 
-        *mean* tokens have the groups of an engine each in the mean, where they do not have as many.
+        *mean* tokens have the groups of an engine each in the mean, where they do not have as many.  Launching has
+        begun *ahead* seconds before.
         """
-        forward = self._time.prefill(pieces, mean) if mean else self._time.prefill(pieces)
-        return self._iteration(max(forward, self._launch))
+        return self._iteration(max(self._time.prefill(pieces, mean, ahead), self._launch - ahead))
+
+    def launching(self, tokens: int) -> float:
+        """Return the seconds for which the host launches a step of so many *tokens*, some of them of prompts."""
+        return max(self._launch, self._time.launching(tokens))
 
     def end(self, steps: int) -> float:
         """Return when so many *steps* since `begin`, which there is, end."""

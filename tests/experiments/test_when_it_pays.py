@@ -37,14 +37,14 @@ def test_a_second_decode_engine_helps_short_prompts_only():
 
 def test_large_models_and_long_prompts_gain_most():
     """The guide of llm-d: for 70B rather than 8B, and 10,000 and 1,000 tokens rather than 200 and 200."""
-    colocated = "experiment.deployment=colocated"
-    large = "llama-3.1-70b", 2, (2, 2), (10000, 1000), 64, "workload.count=192"
-    small = "llama-3.1-8b", 1, (4, 4), (200, 200), 256, "workload.count=1024"
+    colocated = "experiment.deployment=colocated"  # twelve rounds: of few, the p90 is of the burst at the start
+    large = "llama-3.1-70b", 2, (2, 2), (10000, 1000), 64, "workload.count=768"
+    small = "llama-3.1-8b", 1, (4, 4), (200, 200), 256, "workload.count=3072"
     gains, prices = [], []
     for case in (large, small):
         apart, together = served(*case), served(*case, colocated)
         gains.append(together["tpot_p99_s"] / apart["tpot_p99_s"])
-        prices.append(apart["ttft_p50_s"] / together["ttft_p50_s"])
+        prices.append(apart["ttft_p90_s"] / together["ttft_p90_s"])
     assert gains[0] > gains[1] > 1
     assert prices[1] > 2 * prices[0]
 
@@ -68,6 +68,6 @@ def handover(*words: str) -> tuple[float, float]:
 def test_larger_blocks_and_a_seeded_token_shorten_the_handover():
     pages = ("kv.page_size=16",), ("kv.page_size=64",), ("kv.page_size=64", "engine.recompute=0")
     small, large, seeded = (handover(*words) for words in pages)
-    assert small == pytest.approx((291, 114), abs=0.5)  # published: 263, 105
-    assert large == pytest.approx((209, 39), abs=0.5)  # published: 197, 47
+    assert small == pytest.approx((291, 115), abs=0.5)  # published: 263, 105
+    assert large == pytest.approx((208, 39), abs=0.5)  # published: 197, 47
     assert large[0] - seeded[0] == pytest.approx(126, abs=0.5)  # published: 58

@@ -232,3 +232,23 @@ def test_many_requests_on_groups_all_end(mixed):
     every, _ = grouped(requests, engine=growing("recompute", mixed=mixed, overlap=not mixed))
     assert [row["status"] for row in every] == ["ok"] * 60
     assert {row["prefill"] for row in every} == {"colocated0d0", "colocated0d1"}
+
+
+@pytest.mark.parametrize(
+    ("holds", "tp", "waits"), [("never", 1, 0), ("alone", 1, 1), ("alone", 2, 0), ("always", 2, 1)]
+)
+def test_tokens_wait_while_the_scheduler_launches_the_next_step(holds, tp, waits):
+    engine = ServingEngine(name="bare", overlap=True, launching_holds=holds, prefill=HostCosts(launch=1.0))
+    sides = {"prefill": Side(tp=tp), "decode": Side(tp=tp)}
+    (one, other), what, _ = served([Request(0.0, 100, 2), Request(1.0, 100, 2)], engine=engine, **sides)
+    launch = what.shape.layers
+    assert one["ttft"] == pytest.approx((1 + waits) * launch, rel=1e-9)  # the other's step is chosen when it ends
+    assert other["ttft"] == pytest.approx(2 * launch - 1.0, rel=1e-6)
+
+
+def test_a_step_is_launched_while_the_one_before_runs():
+    engine = ServingEngine(name="bare", overlap=True, mixed=False, prefill=HostCosts(launch=1.0))
+    (alone,), what, _ = served([Request(0.0, 100, 20)], engine=engine)
+    begun = alone["ttft"] + 0.5 * decode(what, [101])
+    _, other = served([Request(0.0, 100, 20), Request(begun, 200, 2)], engine=engine)[0]
+    assert other["ttft"] == pytest.approx(0.5 * decode(what, [101]) + what.shape.layers, rel=1e-9)

@@ -145,6 +145,8 @@ def test_a_chunk_attends_to_earlier_tokens_or_waits_for_launches():
     assert later - first == pytest.approx(2 * 4 * 16 * 4 * 1000 / 0.5e15)
     slow = replace(KERNELS, layer_launch=1.0)
     assert whole(kernels=slow).prefill([(0, 10)]) == 2.0
+    assert whole(kernels=slow).prefill([(0, 10)], 0, 0.5) == 1.5  # and began half a second ago
+    assert whole(kernels=slow).launching(10) == 2.0
     assert whole(kernels=slow).step(1) == whole().step(1)
 
 
