@@ -44,9 +44,8 @@ def diagnose(words: Sequence[str]) -> int:
     sources, overrides = [word for word in rest if "=" not in word], [word for word in rest if "=" in word]
     if not sources:
         raise ConfigError("diagnose needs a log, folder or URL; see pdsim diagnose --help")
-    texts = [text for source in sources if (text := _text(source))]
-    told = [source for source in sources if _tells(source)]
-    if not (timed := [source for source in sources if source not in told]):
+    texts = {source: _text(source) for source in sources}
+    if not (timed := [source for source, text in texts.items() if not _tells(text)]):
         raise ConfigError(f"{sources[0]} holds no times of transfers; name a log or a bench beside it")
     samples, config = _measured(timed[0], overrides, asked)
     for source in timed[1:]:
@@ -54,7 +53,7 @@ def diagnose(words: Sequence[str]) -> int:
     at = asked.get("--path", "") or ("intra" if config.backend.intra and config.hw.nodes == 1 else "inter")
     if at not in ("intra", "inter"):
         raise ConfigError(f"--path {at}: must be intra or inter")
-    facts = _facts("\n".join(texts), config, at)
+    facts = _facts("\n".join(texts.values()), config, at)
     model, line = _expected(config, at)
     hw, tcp = config.hw, _over_tcp(config, overrides, asked, at)
     engine = [one for one in samples if not one.bare]
@@ -89,12 +88,14 @@ def diagnose(words: Sequence[str]) -> int:
 
 def _text(source: str) -> str:
     path = Path(source)
-    return files.text(path) if path.is_file() else ""
+    try:
+        return files.text(path) if path.is_file() else ""
+    except (OSError, UnicodeDecodeError):
+        return ""  # who reads its times says so
 
 
-def _tells(source: str) -> bool:
-    # whether a file has no times, but what tools say about the machine
-    text = _text(source)
+def _tells(text: str) -> bool:
+    # whether it has no times, but what tools say about the machine
     return bool(text and not importers.tool_of(text) and pasted.SIGN.search(text))
 
 

@@ -252,6 +252,7 @@ def test_run_of_transfers_is_read_from_its_folder(tmp_path, capsys):
     [
         ([], "diagnose needs a log, folder or URL; see pdsim diagnose --help"),
         (["{wire}"], "perftest.txt measures the wire alone; name what the engine took beside it"),
+        (["{image}"], "image.log: 'utf-8' codec can't decode byte 0x89"),
         (["nothing.log"], "nothing.log: No such file or directory; name a text file"),
         (["http://127.0.0.1:1/metrics"], "http://127.0.0.1:1/metrics: [Errno 111] Connection refused"),
         (["{log}", "--path", "side"], "--path side: must be intra or inter"),
@@ -260,11 +261,12 @@ def test_run_of_transfers_is_read_from_its_folder(tmp_path, capsys):
     ],
 )
 def test_what_cannot_be_diagnosed_is_refused(words, message, tmp_path, capsys):
-    log, crowd = tmp_path / "decode.log", tmp_path / "crowd.csv"
+    log, crowd, image = (tmp_path / name for name in ("decode.log", "crowd.csv", "image.log"))
+    image.write_bytes(b"\x89PNG")
     log.write_text(PUBLIC)
     crowd.write_text("pattern,blocks,size,concurrency,seconds\nincast,1,4096,1,0.1\n")
     wire = Path(__file__).parent / "outputs" / "perftest.txt"
-    assert main(["diagnose", *(word.format(log=log, crowd=crowd, wire=wire) for word in words)]) == 2
+    assert main(["diagnose", *(word.format(log=log, crowd=crowd, wire=wire, image=image) for word in words)]) == 2
     assert message in capsys.readouterr().err
 
 
