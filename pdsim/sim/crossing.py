@@ -173,15 +173,24 @@ class Crossing:
                 self._share(at)
             elif phase == WAITS:
                 lane.go_on(at, free)
+            elif self._complete(lane, at):
+                for one in lanes:  # all that are over now are reported together
+                    if one.at == at and one.phase == RESTS and one.number + 1 == len(one.kinds):
+                        self._complete(one, at)
+                return at
             else:
-                lane.rows.append((lane.submitted, lane.posted, lane.begin, lane.end, at))
-                if at - lane.submitted > lane.limit:
-                    self._late = min(self._late, lane.submitted + lane.limit)
-                lane.number += 1
-                if lane.number == len(lane.kinds):
-                    lane.phase, lane.at = WAITS, inf
-                    return at
                 lane.go_on(at, free)
+
+    def _complete(self, lane: Lane, at: float) -> bool:
+        # End a write of *lane*; return whether that was the last.
+        lane.rows.append((lane.submitted, lane.posted, lane.begin, lane.end, at))
+        if at - lane.submitted > lane.limit:
+            self._late = min(self._late, lane.submitted + lane.limit)
+        lane.number += 1
+        if lane.number < len(lane.kinds):
+            return False
+        lane.phase, lane.at = WAITS, inf
+        return True
 
     def _alone(self, lane: Lane, until: float) -> bool:
         # As `_run`, for the writes before the last that are complete before *until*; return whether there are any.

@@ -112,6 +112,7 @@ CASES = {
     "in turns": (machine(), engine(), [[(10.0, 0, 2, 10, 20, 3.0, (5,))]], {}, 1),
     "on one thread": (machine(), RDMA, [[ONE, (10.0, 1, 1, 30, 9), (14.2, 0, 1, 5, 1)]], {}, 3),
     "on one card": (machine(), RDMA, [[ONE], [OTHER, (25.0, 0, 3, 20, 5)]], {}, 2.5),
+    "two end together": (machine(), RDMA, [[ONE], [(10.0, 0, 2, 10, 20, 0.0107, ())]], {}, 5),
     "copy engines wake up": (slower({}, SLEEPING), engine(cost(in_order=True)), [[ONE, LATER]], {}, 2),
 }
 
