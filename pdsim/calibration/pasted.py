@@ -6,6 +6,7 @@ It reads ``nvidia-smi topo -m``, ``ibstat``, ``ibv_devinfo``, lines of UCX (``UC
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -79,7 +80,7 @@ def _topology(text: str, named: set[str], local: bool) -> Iterator[Fact]:
 def _ports(text: str, named: set[str], hw: Machine) -> Iterator[Fact]:
     # ibstat: CA, State, Rate.  ibv_devinfo: hca_id, state, active_width and active_speed, of a lane or of all
     starts = [*re.finditer(r"(?m)^\s*(?:CA '(\w+)'|hca_id:\s*(\w+))", text)]
-    up, down = dict[str, float](), []
+    up, down, cards = dict[str, float](), [], Counter[str]()
     for start, end in zip(starts, [*(one.start() for one in starts[1:]), len(text)], strict=False):
         port, name = text[start.end() : end], start[1] or start[2]
         if named and name not in named:
@@ -91,17 +92,21 @@ def _ports(text: str, named: set[str], hw: Machine) -> Iterator[Fact]:
         elif lane := re.search(r"active_speed:\s*([\d.]+) Gbps", port):
             width = re.search(r"active_width:\s*(\d+)X", port)
             up[name] = float(lane[1]) * (int(width[1]) if width else 1)
+        if name in up and (card := re.search(r"(?i)sys(?:tem)?[_ ]image[_ ]guid:\s*(\S+)", port)):
+            cards[card[1]] += 1
         mtu = [int(number) for number in re.findall(r"(?:active|max)_mtu:\s*(\d+)", port)]
         if len(mtu) > 1 and min(mtu) < 2048 <= max(mtu):
             yield Fact("slow wire", f"{name} sends packets of {min(mtu)} bytes, it could of {max(mtu)}")
+    if hw.nic.rails > 1 and cards and (ports := max(cards.values())) > 1:
+        yield Fact("slow wire", f"of {len(up)} devices up to {ports} are ports of one card", float(ports))
     if down and (named or len(up) < hw.nic.count):
         yield Fact("slow wire", f"{', '.join(down)}: not active", (len(up) + len(down)) / len(up) if up else 0.0)
     fastest = max(up.values(), default=0.0)
     # what software reaches of a card of hw.nic.rate, up to the next speed that there is
     wanted = next((speed for speed in _SPEEDS if speed >= hw.nic.rate * 7.9e-9), 0)
     if 0 < fastest < wanted:
-        cards = ", ".join(name for name, rate in up.items() if rate == fastest)
-        yield Fact("slow wire", f"{cards} at {fastest:g} Gb/s, hw.nic.rate is of {wanted}", wanted / fastest)
+        slow = ", ".join(name for name, rate in up.items() if rate == fastest)
+        yield Fact("slow wire", f"{slow} at {fastest:g} Gb/s, hw.nic.rate is of {wanted}", wanted / fastest)
 
 
 def _maps(transports: str) -> bool:

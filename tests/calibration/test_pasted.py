@@ -157,6 +157,10 @@ def test_rails_that_carry_no_bytes_are_counted():
     two = compose(["hw=2x8xh100", "backend=nixl", "hw.nic.rails=2"]).hw
     assert facts(line, two, False) == [Fact("slow wire", "bytes go over 1 of 2 rails", 2.0)]
     assert facts(line, HW, False) == []
+    port = "CA '{}'\n\tSystem image GUID: {}\n\tPort 1:\n\t\tState: Active\n\t\tRate: 400\n"
+    one = port.format("mlx5_0", "0x8c3b") + port.format("mlx5_1", "0x8c3b")
+    assert facts(one, two, False) == [Fact("slow wire", "of 2 devices up to 2 are ports of one card", 2.0)]
+    assert facts(one.replace("0x8c3b", "0x58a2", 1), two, False) == facts(one, HW, False) == []
 
 
 def test_variables_are_read_wherever_they_are_set():
