@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Protocol, runtime_checkable
 
-from pdsim.compute import published, tables
+from pdsim.compute import tables
 from pdsim.compute.kernels import Kernels, Peaks, Roof
 from pdsim.compute.lookup import Lookup
 from pdsim.compute.roofline import HOST_FLOPS, Exchange, ForwardTime, expert_parameters, kv_shape, weight_bytes
@@ -384,9 +384,10 @@ class OperatorForward:
 
     @cached_property
     def _table(self) -> Lookup | None:
-        if not self.kernels.table:
+        if not (name := self.kernels.table):
             return None
-        name = self.kernels.table
+        from pdsim.compute import published  # which is long, and a roofline does without
+
         table = published.table(name) if name.startswith(published.WHOLE) else tables.read(name)
         return Lookup(
             table, self.model, self._heads, self._kv_heads, self.kernels.imbalance, self.kernels.prefill_by_heads,

@@ -306,7 +306,6 @@ def load(values: dict[str, Any], words: Sequence[str], folders: Sequence[Path] =
     """
     from pdsim import config as schema
     from pdsim.config import quantities, rules
-    from pdsim.models import huggingface
 
     for word in words:
         key, _, name = word.partition("=")
@@ -314,6 +313,8 @@ def load(values: dict[str, Any], words: Sequence[str], folders: Sequence[Path] =
             raise ConfigError(_missing(f"calibration/{name.strip(chr(39) + chr(34))}", None))
     model = values.get("model")
     if isinstance(model, Mapping) and {"id", "path"} & set(model):
+        from pdsim.models import huggingface
+
         values = {**values, "model": huggingface.expanded(model)}
     config = schema.load(values, set_keys([word.lstrip("+") for word in words]), folders)
     quantities.check(config, values, leaves(ready(words)))

@@ -288,34 +288,32 @@ def arrow_array(values: Sequence[Any] | npt.NDArray[Any], kind: pa.DataType) -> 
     It does without `pyarrow.array`, which imports pandas where it is installed: a third of a second.  Raise a
     `ValueError` for values that *kind* does not hold.
     """
-    import pyarrow as pa
-
     number, types = _NUMBERS.get(str(kind), (None, {str}))
+    own, places = values, np.arange(len(values))
     if isinstance(values, ArrayColumn) and values.words is not None:
-        words, places = arrow_array(values.words, kind), arrow_array(values.values, pa.int64())
-        return pa.DictionaryArray.from_arrays(places, words).dictionary_decode()
-    if isinstance(values, ArrayColumn) and values.values.dtype.kind == "f":
+        own, places = values.words, values.values
+    elif isinstance(values, ArrayColumn) and values.values.dtype.kind == "f":
         known = ~np.isnan(values.values)
         return _of_buffers(kind, known, np.where(known, values.values, 0).astype(number))
-    if isinstance(values, ArrayColumn | np.ndarray):
+    elif isinstance(values, ArrayColumn | np.ndarray):
         numbers = np.ascontiguousarray(values.values if isinstance(values, ArrayColumn) else values, number)
-        return _of_buffers(kind, None, numbers)
-    if wrong := set(map(type, values)) - types - {NoneType}:
+        return _of_buffers(kind, np.ones(len(numbers), np.bool_), numbers)
+    if wrong := set(map(type, own)) - types - {NoneType}:
         raise ValueError(f"{wrong.pop().__name__} is not {kind}")
-    known = np.fromiter((value is not None for value in values), np.bool_, len(values))
+    known = np.fromiter((value is not None for value in own), np.bool_, len(own))[places]
     if number is not None:
-        return _of_buffers(kind, known, np.array([0 if value is None else value for value in values], number))
-    texts = [b"" if value is None else value.encode() for value in values]
-    ends = np.fromiter(accumulate(map(len, texts), initial=0), np.int32, len(texts) + 1)
-    return _of_buffers(kind, known, ends, b"".join(texts))
+        return _of_buffers(kind, known, np.array([0 if value is None else value for value in own], number)[places])
+    texts = [b"" if value is None else value.encode() for value in own]
+    lengths = np.fromiter(map(len, texts), np.int32, len(texts))[places]
+    ends = np.concatenate((np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)))
+    return _of_buffers(kind, known, ends, b"".join(map(texts.__getitem__, places.tolist())))
 
 
-def _of_buffers(kind: pa.DataType, known: npt.NDArray[np.bool_] | None, *data: Any) -> pa.Array:
-    # All values are known if that is None.
+def _of_buffers(kind: pa.DataType, known: npt.NDArray[np.bool_], *data: Any) -> pa.Array:
     import pyarrow as pa
 
-    valid = None if known is None or known.all() else pa.py_buffer(np.packbits(known, bitorder="little"))
-    return pa.Array.from_buffers(kind, len(data[0]) - (kind == "string"), [valid, *map(pa.py_buffer, data)])
+    valid = None if known.all() else pa.py_buffer(np.packbits(known, bitorder="little"))
+    return pa.Array.from_buffers(kind, len(known), [valid, *(pa.py_buffer(each) for each in data)])
 
 
 # --- reading the files again ---------------------------------------------------------------------------------------
