@@ -220,8 +220,8 @@ def _pool(pool: Any) -> Wrong:
         if pool.count(owner) != sum(count for _, count in runs):
             yield "I8", f"room {owner} has {sum(count for _, count in runs)} pages, and counts {pool.count(owner)}"
     if isinstance(pool, FreeQueue):
-        if pool.unused != len(pool._queue) * pool.block:
-            yield "I8", f"{len(pool._queue) * pool.block} pages are free, and {pool.unused} are counted"
+        if pool.unused != pool.pages - len(owned):
+            yield "I8", f"{pool.pages - len(owned)} pages are free, and {pool.unused} are counted"
         return
     runs = list(zip(pool._starts, pool._counts, strict=False))
     free = {page for start, count in runs for page in range(start, start + count)}

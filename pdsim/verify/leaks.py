@@ -30,7 +30,19 @@ _NOT_STATE = frozenset(
 scenario lasts (`pdsim.kv.rooms.OVER`)."""
 
 _POOLS = frozenset(
-    {"_starts", "_counts", "_by_size", "_free", "unused", "_cached", "_idle", "_nodes", "_kept", "outgoing"}
+    {
+        "_starts",
+        "_counts",
+        "_by_size",
+        "_free",
+        "_freed",
+        "unused",
+        "_cached",
+        "_idle",
+        "_nodes",
+        "_kept",
+        "outgoing",
+    }
 )
 """Lists of what is free, also of pages that keep a prefix; how much that is says what is owned.  Evicted pages are
 written to tiers before the next forward, if there is one; others that are to be written are in ``_writing``, too."""

@@ -125,7 +125,7 @@ class OrderChecker:
             handle(message)
             return
         ways = self._from.get((sender, receiver), ())
-        places = {key: next((n for n, one in enumerate(self._sent[key]) if one[0] == payload), -1) for key in ways}
+        places = {key: self._place(key, payload) for key in ways}
         known = [(place, -number, key) for number, (key, place) in enumerate(places.items()) if place >= 0]
         if not known:
             self._report("I1", f"{receiver} handles what {sender} has not sent, or twice: {payload[:40]!r}")
@@ -139,6 +139,13 @@ class OrderChecker:
                     )
             self._sent[key].popleft()
         handle(message)
+
+    def _place(self, key: tuple[str, int, str], payload: bytes) -> int:
+        # In its queue; of equal ones the first that was sent to the process of now, as those before are lost.
+        same = [
+            (at < self._born[key[2]], number) for number, (one, at) in enumerate(self._sent[key]) if one == payload
+        ]
+        return min(same)[1] if same else -1
 
     def _entered(self, member: Any, join: Callable[..., None], *how: Any) -> None:
         join(*how)
