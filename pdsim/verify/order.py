@@ -7,7 +7,7 @@ is the policy; batches and forwards keep their sizes; the times that a request r
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -41,8 +41,11 @@ class OrderChecker:
         self._born: dict[str, float] = {}
         self._ended = Counter[str]()  # by rank: processes that have
         # by sender, its process and receiver: messages that are on their way, and when they were sent
-        self._sent: dict[tuple[str, int, str], deque[tuple[bytes, float]]] = {}
+        self._sent: dict[tuple[str, int, str], dict[bytes, float]] = {}
         self._from: dict[tuple[str, str], list[tuple[str, int, str]]] = {}  # those of a sender and a receiver
+        self._alike: set[tuple[str, str, bytes]] = (
+            set()
+        )  # sender, receiver and message of those that were sent twice
         self._queued: dict[tuple[int, int], int] = {}  # by program and room: its number in the queue
         self._times: dict[int, dict[str, float]] = {}  # by room at decode
         self._bytes: dict[str, Counter[tuple[str, str, str]]] = {"read": Counter(), "landed": Counter()}
@@ -74,13 +77,14 @@ class OrderChecker:
 
     def sent(self, sender: str, receiver: str, payload: bytes, now: float) -> None:
         """Take note of a message."""
-        if _is_alike(payload):
-            return
         key = sender, self._ended[sender], receiver
         if key not in self._sent:
-            self._sent[key] = deque()
+            self._sent[key] = {}
             self._from.setdefault((sender, receiver), []).append(key)
-        self._sent[key].append((payload, now))
+        if self._sent[key].pop(payload, None) is not None:  # which of the two comes, and when, cannot be told
+            self._alike.add((sender, receiver, payload))
+        if (sender, receiver, payload) not in self._alike and not _is_alike(payload):
+            self._sent[key][payload] = now
 
     def changes(self, room: Room, state: str, now: float) -> None:
         """Take note of when *room* comes to *state*."""
@@ -116,36 +120,22 @@ class OrderChecker:
             member = self._members.get(receiver)
             if member is None or member.has_ended or member.clock.halted or self._ended[sender] != process:
                 continue
-            if late := [at for _, at in left if self._born[receiver] < at < now - _LATE]:
+            if late := [at for at in left.values() if self._born[receiver] < at < now - _LATE]:
                 self._report("I12", f"{receiver} never handled what {sender} sent at {late[0]:g} s")
 
     def _comes(self, member: Any, handle: Callable[[Any], None], message: Any) -> None:
         receiver, (sender, payload) = member.rank.name, message
-        if _is_alike(payload):
-            handle(message)
-            return
-        ways = self._from.get((sender, receiver), ())
-        places = {key: self._place(key, payload) for key in ways}
-        known = [(place, -number, key) for number, (key, place) in enumerate(places.items()) if place >= 0]
-        if not known:
+        ways = [key for key in self._from.get((sender, receiver), ()) if payload in self._sent[key]]
+        if not ways and (sender, receiver, payload) not in self._alike and not _is_alike(payload):
             self._report("I1", f"{receiver} handles what {sender} has not sent, or twice: {payload[:40]!r}")
-        else:
-            place, _, key = min(known)
-            for _ in range(place):
-                _, at = self._sent[key].popleft()
-                if at > self._born[receiver]:
-                    self._report(
-                        "I7", f"{receiver} handles a message of {sender} before one that was sent at {at:g} s"
-                    )
-            self._sent[key].popleft()
+        for key in ways[-1:]:
+            sent = self._sent[key]
+            while (first := next(iter(sent))) != payload:
+                if (at := sent.pop(first)) > self._born[receiver]:
+                    what = f"{receiver} handles a message of {sender} before one that was sent at {at:g} s"
+                    self._report("I7", what)
+            del sent[payload]
         handle(message)
-
-    def _place(self, key: tuple[str, int, str], payload: bytes) -> int:
-        # In its queue; of equal ones the first that was sent to the process of now, as those before are lost.
-        same = [
-            (at < self._born[key[2]], number) for number, (one, at) in enumerate(self._sent[key]) if one == payload
-        ]
-        return min(same)[1] if same else -1
 
     def _entered(self, member: Any, join: Callable[..., None], *how: Any) -> None:
         join(*how)
