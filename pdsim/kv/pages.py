@@ -7,7 +7,7 @@ Owners are rooms; all ranks of an instance use the same numbers.  Unknown here: 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -299,8 +299,7 @@ class FreeQueue(PagePool):
 
     def __init__(self, pages: int, last_first: bool = False, block: int = 1) -> None:
         super().__init__(pages, block)
-        self._queue = list(reversed(range(0, pages, block)))  # first pages of blocks; the last is given out next
-        self._freed: list[int] = []  # those that follow them, in order: inserted there, each would move all others
+        self._queue = deque(reversed(range(0, pages, block)))  # first pages of blocks; the last is given out next
         self._last_first = last_first
 
     def joined(self, pages: Pages, more: Pages) -> Pages:
@@ -314,10 +313,7 @@ class FreeQueue(PagePool):
         """Return the first pages of the queue."""
         self._count_taken(count)
         block = self.block
-        if count // block > len(self._queue):
-            self._queue, self._freed = [*reversed(self._freed), *self._queue], []
-        taken = self._queue[: -(count // block) - 1 : -1]
-        del self._queue[-(count // block) :]
+        taken = [self._queue.pop() for _ in range(count // block)]
         return _runs(taken if block == 1 else [first + n for first in taken for n in range(block)])
 
     def release(self, owner: int) -> None:
@@ -327,12 +323,12 @@ class FreeQueue(PagePool):
         if self._last_first:
             self._queue += pages
         else:
-            self._freed += reversed(pages)
+            self._queue.extendleft(reversed(pages))
 
     def is_whole(self) -> bool:
         """Return whether every page is free or owned, once."""
         lent = [page for runs in self.owners.values() for page in _numbers(runs)]
-        free = [first + n for first in (*self._queue, *self._freed) for n in range(self.block)]
+        free = [first + n for first in self._queue for n in range(self.block)]
         return sorted([*free, *lent]) == list(range(self.pages))
 
 
