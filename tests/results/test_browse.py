@@ -1,7 +1,6 @@
 """`pdsim report --serve`: a sweep is explored in a browser, on loopback alone."""
 
 import http.client
-import json
 import re
 import signal
 import subprocess
@@ -12,7 +11,7 @@ import pytest
 
 from pdsim.cli import browse, kept
 from pdsim.cli.main import main
-from tests.support.browser import CHROMIUM, Browser
+from tests.support.browser import MISSING, Browser
 
 SMALL = ["hw=2xh200", "model=qwen3-8b", "parallel=tp1", "workload=smoke"]
 
@@ -80,27 +79,25 @@ def test_the_command_prints_where_and_ends_by_ctrl_c(sweep):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
-def test_a_click_on_a_point_opens_its_report(sweep, port, tmp_path):
-    browser = Browser(tmp_path)
+@pytest.mark.skipif(MISSING, reason="Chromium or Playwright is not installed")
+def test_a_click_on_a_point_opens_its_report(sweep, port):
+    browser = Browser()
     try:
-        browser.call("Page.navigate", url=f"http://127.0.0.1:{port}/")
-        browser.wait("document.documentElement && Number(document.documentElement.dataset.drawn || 0) > 0")
-        place = "document.querySelector('.plot .points path').getBoundingClientRect()"
+        browser.page.goto(f"http://127.0.0.1:{port}/")
+        browser.wait("Number(document.documentElement.dataset.drawn || 0) > 0")
         browser.evaluate("document.querySelector('.plot').scrollIntoView({block: 'center', behavior: 'instant'})")
-        box = json.loads(browser.evaluate(f"JSON.stringify({place})"))
-        where = {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2}
-        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
-            pressed = {"button": "left", "clickCount": 1} if kind != "mouseMoved" else {}
-            browser.call("Input.dispatchMouseEvent", type=kind, **where, **pressed)
-        browser.wait("location.pathname === '/point' && document.readyState === 'complete'")
+        box = browser.page.locator(".plot .points path").first.bounding_box()
+        place = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+        browser.page.mouse.move(*place)
+        browser.page.wait_for_selector(".plot .hovertext")
+        browser.page.mouse.click(*place)
+        browser.page.wait_for_url(re.compile("/point[?]"))
         assert browser.evaluate("new URLSearchParams(location.search).get('name')") in names(sweep)
-        browser.wait("document.querySelector('#explore a') !== null")
-        browser.evaluate("document.querySelector('#explore a').click()")
-        browser.wait("location.pathname === '/' && document.querySelector('[name=slo]') !== null")
-        browser.evaluate("document.querySelector('[name=slo]').value = 'ttft=2s'")
-        browser.evaluate("document.querySelector('#explore form button').click()")
-        browser.wait("location.search === '?slo=ttft%3D2s' && document.readyState === 'complete'")
+        browser.page.click("#explore a")
+        browser.page.wait_for_url(f"http://127.0.0.1:{port}/")
+        browser.page.fill("[name=slo]", "ttft=2s")
+        browser.page.click("#explore form button")
+        browser.page.wait_for_url(re.compile("slo=ttft%3D2s$"))
         assert browser.complaints == []
     finally:
         browser.close()

@@ -14,7 +14,7 @@ from pdsim.results.report.figures import claims, figures
 from pdsim.results.report.page import Content, page
 from pdsim.sweep import pareto
 from pdsim.validation import agreement
-from tests.support.browser import CHROMIUM, Browser
+from tests.support.browser import MISSING, Browser
 
 SMALL = ["hw=8xh200", "workload.count=12", "--quiet"]
 PULLED = ["hw=2xh200", "model=qwen3-8b", "parallel=tp1", "workload=smoke", "engine=vllm", "backend=nixl", "--quiet"]
@@ -104,13 +104,13 @@ def test_a_reproduced_report_has_simulated_beside_measured_points():
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    browser = Browser(tmp_path_factory.mktemp("profile"))
+def browser():
+    browser = Browser()
     yield browser
     browser.close()
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+@pytest.mark.skipif(MISSING, reason="Chromium or Playwright is not installed")
 class TestInChromium:
     @pytest.mark.slow
     @pytest.mark.parametrize("name", FIGURES)

