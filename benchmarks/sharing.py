@@ -11,7 +11,6 @@ import gc
 import platform
 import time
 from dataclasses import astuple, dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,22 +22,9 @@ from pdsim.sim.network import Network
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from numpy.typing import NDArray
 
 LOADS = (0.3, 0.5, 0.7)
 NODES = (1, 2, 4, 8, 16, 32, 64)
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Links, paths and flows; seconds, bytes, bytes/s."""
-
-    capacity: NDArray[np.float64]  # [links]
-    hops: NDArray[np.int64]  # [paths] how many links each passes
-    path_links: NDArray[np.int64]  # [sum of hops] the numbers of the links, path after path
-    start: NDArray[np.float64]  # [flows] in rising order
-    size: NDArray[np.float64]  # [flows]
-    path: NDArray[np.int64]  # [flows] the number of the path
 
 
 @dataclass(frozen=True)
@@ -50,8 +36,8 @@ class Cost:
     events: float  # of the clock, that the network used
 
 
-def any_to_any(nodes: int, load: float, flows_per_gpu: int = 40, seed: int = 1) -> Workload:
-    """Return flows from any GPU of the first half to any of the second, over memory, PCIe and NIC of both.
+def simulate(nodes: int, load: float, flows_per_gpu: int, seed: int) -> Cost:
+    """Return the cost of flows from any GPU of one half to any of the other, over memory, PCIe and NIC of both.
 
     Eight GPUs a node with a 50 GB/s NIC each; log-normal sizes around 100 MB, Poisson starts; *load* is the fraction
     of the NICs' capacity that the flows need.
@@ -63,22 +49,15 @@ def any_to_any(nodes: int, load: float, flows_per_gpu: int = 40, seed: int = 1) 
     start = np.cumsum(rng.exponential(size.mean() / (load * half * 50e9), flows))
     pairs, path = np.unique(rng.integers(0, half, (flows, 2)), axis=0, return_inverse=True)
     source, target = pairs[:, 0], pairs[:, 1] + half
-    kinds = np.repeat([3350e9, 55e9, 50e9], gpus)  # link = kind * gpus + gpu
-    path_links = np.stack([source, gpus + source, 2 * gpus + source, 2 * gpus + target, gpus + target, target])
-    hops = np.full(len(pairs), 6)
-    return Workload(kinds, hops, path_links.T.ravel(), start, size, path.ravel())
-
-
-def simulate(work: Workload) -> Cost:
-    """Return what sharing costs for *work*."""
     clock = Clock()
     network = Network(clock)
-    links = [network.link(str(i), c) for i, c in enumerate(work.capacity.tolist())]
-    spans = pairwise([0, *np.cumsum(work.hops).tolist()])
-    ways = [network.path([links[i] for i in work.path_links[begin:end].tolist()]) for begin, end in spans]
-    starts, sizes = work.start.tolist(), work.size.tolist()
-    paths = [ways[i] for i in work.path.tolist()]
-    flows, following = len(starts), 0
+    links = [network.link(str(i), rate) for i, rate in enumerate(np.repeat([3350e9, 55e9, 50e9], gpus).tolist())]
+    # a link is kind * gpus + gpu
+    passed = np.stack([source, gpus + source, 2 * gpus + source, 2 * gpus + target, gpus + target, target]).T
+    ways = [network.path([links[i] for i in way]) for way in passed.tolist()]
+    starts, sizes = start.tolist(), size.tolist()
+    paths = [ways[i] for i in path.ravel().tolist()]
+    following = 0
 
     def arrive(_: Any) -> None:
         nonlocal following
@@ -103,7 +82,7 @@ def simulate(work: Workload) -> Cost:
 
 def any_to_any_cost(nodes: int, load: float, flows_per_gpu: int = 40) -> Cost:
     """Return the mean cost over independent machines of *nodes* nodes: 64 nodes in all, so that all are as sure."""
-    costs = [simulate(any_to_any(nodes, load, flows_per_gpu, seed)) for seed in range(64 // nodes)]
+    costs = [simulate(nodes, load, flows_per_gpu, seed) for seed in range(64 // nodes)]
     return Cost(*(sum(figures) / len(costs) for figures in zip(*map(astuple, costs), strict=True)))
 
 

@@ -23,7 +23,7 @@ import time
 import tomllib
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from functools import cache
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -38,7 +38,7 @@ from pdsim.calibration import importers
 from pdsim.cli import help as usage
 from pdsim.cli.help import parse
 from pdsim.config import Config, ExperimentOptions, as_written, compose
-from pdsim.config.keys import type_of
+from pdsim.config.keys import dataclasses_in, type_of
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
 from pdsim.kv.policy import Policy
@@ -66,7 +66,7 @@ def _walk(cls: type, prefix: str, keys: dict[str, str]) -> None:
     hints = typing.get_type_hints(cls)
     for field in fields(cls):
         key = f"{prefix}.{field.name}".lstrip(".")
-        below = [kind for kind in _parts(hints[field.name]) if isinstance(kind, type) and is_dataclass(kind)]
+        below = dataclasses_in(hints[field.name])
         several = str(field.type).startswith(("tuple", "Mapping"))
         if prefix.startswith("experiment"):  # a machine or a model of a report has the keys of hw= and model=
             below = [cls for cls in below if cls.__module__.startswith("experiments.") and cls.__base__ is object]
@@ -76,10 +76,6 @@ def _walk(cls: type, prefix: str, keys: dict[str, str]) -> None:
             keys[key] = type_of(field)
         for each in below:
             _walk(each, f"{key}[]" if several else key, keys)
-
-
-def _parts(kind: Any) -> list[Any]:  # the types in the annotation "tuple[Ramp, ...] | None"
-    return [part for each in typing.get_args(kind) for part in _parts(each)] or [kind]
 
 
 CONTEXTS = (

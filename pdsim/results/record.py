@@ -75,7 +75,6 @@ class Result:
         return [dict(zip(table.columns, row, strict=True)) for table in tables for row in table.rows]
 
 
-METHOD = "linear interpolation between order statistics (numpy's default)"
 PERCENTILES = (50.0, 90.0, 99.0, 99.9)
 
 Floats = npt.NDArray[np.float64]
