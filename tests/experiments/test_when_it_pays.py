@@ -9,6 +9,7 @@ from pdsim.run import simulated
 from tests.support.serving import rows, serve
 
 pytestmark = pytest.mark.slow
+COLOCATED = "experiment.deployment=colocated"
 
 
 @cache
@@ -24,9 +25,9 @@ def served(model, tp, ratio, tokens, users, *more):
     return {metric.name: float(metric.value or 0.0) for metric in serve(config).summary}
 
 
-def omni(length: int, decodes: int) -> float:
+def omni(length: int, decodes: int, *more: str) -> float:
     few = "scheduler.decode_batch=4", "workload.count=200"
-    return served("qwen3-30b-a3b", 1, (1, decodes), (length, 32), 16, *few)["request_rate"]
+    return served("qwen3-30b-a3b", 1, (1, decodes), (length, 32), 16, *few, *more)["request_rate"]
 
 
 def test_a_second_decode_engine_helps_short_prompts_only():
@@ -35,14 +36,19 @@ def test_a_second_decode_engine_helps_short_prompts_only():
     assert omni(8128, 2) / omni(8128, 1) == pytest.approx(1.0, abs=0.02)
 
 
+def test_short_prompts_are_quicker_without_disaggregation():
+    """sglang-omni 1805, of 256 tokens."""
+    assert omni(256, 1) < 0.8 * omni(256, 1, COLOCATED)
+
+
 def test_large_models_and_long_prompts_gain_most():
     """The guide of llm-d: for 70B rather than 8B, and 10,000 and 1,000 tokens rather than 200 and 200."""
-    colocated = "experiment.deployment=colocated"  # twelve rounds: of few, the p90 is of the burst at the start
+    # twelve rounds: of few, the p90 is of the burst at the start
     large = "llama-3.1-70b", 2, (2, 2), (10000, 1000), 64, "workload.count=768"
     small = "llama-3.1-8b", 1, (4, 4), (200, 200), 256, "workload.count=3072"
     gains, prices = [], []
     for case in (large, small):
-        apart, together = served(*case), served(*case, colocated)
+        apart, together = served(*case), served(*case, COLOCATED)
         gains.append(together["tpot_p99_s"] / apart["tpot_p99_s"])
         prices.append(apart["ttft_p90_s"] / together["ttft_p90_s"])
     assert gains[0] > gains[1] > 1
