@@ -115,6 +115,8 @@ def _accounts(router: Any) -> Wrong:
         own = sum(each.outstanding[2] for each in requests.values() if instance_of(each.decode) == instance)
         if tokens != own:
             yield "I14", f"{tokens} tokens are on the way to {instance}, its requests have {own}"
+    if over := membership.directory._values.keys() - requests.keys():
+        yield "I8", f"it is remembered where rooms {sorted(over)} went, which are over"
     if membership.draining.keys() - registry.resting:
         yield "I13", f"{sorted(membership.draining)} drain, and of those get requests all but {registry.resting}"
 

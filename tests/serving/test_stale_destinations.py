@@ -117,10 +117,12 @@ def dropping(rank: Rank, plain: Any) -> Program:
     request = RoutedRequest(0.0, 100, 4, room=7, tries=1, lost="PeerLost: prefill0", asked="decode0.0")
     request.answered = request.prefilled = True  # by `PrefillDone`, and by `TransferDone` of no bytes
     router._rooms[7], router.has_ended = request, True  # nobody is there to be stopped
+    router.membership.directory.set(7, "prefill0@1")
     router.handlers[TransferDone]("prefill0.0", TransferDone(7, reason="TransferFailed: no address"))
     router.handlers[Dropped]("decode0.0", Dropped(7, untouched=True))
     yield rank.clock.timeout(0)
-    return request.answered, request.prefilled, request.lost, request.asked, request.status
+    known = 7 in router.membership.directory
+    return request.answered, request.prefilled, request.lost, request.asked, request.status, known
 
 
 def test_a_restarted_request_has_nothing_of_its_room():
@@ -128,5 +130,5 @@ def test_a_restarted_request_has_nothing_of_its_room():
 
     What the lost instance still says of it decides nothing.
     """
-    anew = [False, False, "", "", "PeerLost: no prefill instance is left"]
+    anew = [False, False, "", "", "PeerLost: no prefill instance is left", False]
     assert alone("dropping").ranks["alone"].value == anew
