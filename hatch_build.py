@@ -3,7 +3,7 @@
 
     PDSIM_COMPILE=1 pip install .
 
-in a checkout, in any environment: pip fetches mypyc for the build alone.  It takes two to four minutes, a C compiler
+in a checkout, in any environment: pip fetches mypyc for the build alone.  It takes two to six minutes, a C compiler
 and Python's headers; where one of these is missing, one line says which and what to install.
 
 The sources are the same, and so are the results, bit for bit; `docs/performance.md` says what it brings.  A compiled
