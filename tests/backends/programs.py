@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Generator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -247,8 +248,11 @@ def outlive(rank: Rank, writer: str, beside: str) -> Program:
 
 
 def _opened() -> list[str]:
-    paths = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-    return [str(path.readlink()) for path in paths]
+    opened = []
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed since, as the listing's own is
+            opened.append(str(path.readlink()))
+    return opened
 
 
 def lose_in_turn(rank: Rank, others: list[str]) -> Program:
