@@ -257,13 +257,17 @@ def _compacted(source: Path, asked: tuple[str, str], compact: str, config: Confi
         + (f" ({100 * one.quiet:.1f})" if one.disturbed else "")
         for one in summaries
     )
-    measured = "the mean of the hosts of data/live, 0.6 to 1.5 times as long on one of them"
+    hosts = "0.6 to 1.5 times as long on one of its hosts"
+    launches = {
+        "vllm": f"fitted to the loads of data/live (in-sample), {hosts}",
+        "sglang": f"the mean of the hosts of data/live, {hosts}",
+    }
     text = (
         f"published: {origin}, {engine} {version} (Apache-2.0), {sum(one.rows for one in summaries)} rows; rows, "
         "and median and p95 of the error in % of those held out (in brackets the p95 without disturbed ones, which "
         f"are far off from all their neighbours): {held}. Norms, activations and rotary embeddings reach the shares "
         "of the memory rate that vLLM's forwards of 2,048 to 8,192 tokens on six hosts with H200 do (data/live, "
-        f"in-sample); launches are {measured if engine in HOST else f'assumed as in {compact}'}"
+        f"in-sample); launches are {launches.get(engine, f'assumed as in {compact}')}"
         + {
             "sglang": ". Triton's attention is assumed to reach the shares of H100's",
             "vllm": ". Tokens of decode steps draw their experts, as with the dummy weights of data/live; routing "
