@@ -173,7 +173,8 @@ def _traces(series: Marks, panel: Panel) -> list[dict[str, Any]]:
         edge = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip"}
         upper = {"y": _short(series.top), "fill": "tonexty", "fillcolor": "@band"}
         return [trace | edge | {"showlegend": False}, trace | edge | upper]
-    if series.plain:
+    joins = series.kind == "line" and any(other.texts for other in panel.series)
+    if series.plain or joins:  # a line through points would take the pointer from them, their texts and their links
         trace["hoverinfo"] = "skip"
     else:
         axes = f"{panel.x.title}: %{{x}}<br>{panel.y.title}: %{{y}}"

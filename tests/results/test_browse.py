@@ -83,13 +83,16 @@ def test_the_command_prints_where_and_ends_by_ctrl_c(sweep):
 def test_a_click_on_a_point_opens_its_report(sweep, port):
     browser = Browser()
     try:
-        browser.page.goto(f"http://127.0.0.1:{port}/")
-        browser.wait("Number(document.documentElement.dataset.drawn || 0) > 0")
-        browser.evaluate("document.querySelector('.plot').scrollIntoView({block: 'center', behavior: 'instant'})")
-        box = browser.page.locator(".plot .points path").first.bounding_box()
-        place = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
-        browser.page.mouse.move(*place)
-        browser.page.wait_for_selector(".plot .hovertext")
+        browser.open(f"http://127.0.0.1:{port}/", width=800)
+        for point in browser.page.locator(".plot .points path").all():
+            browser.page.mouse.move(0, 0)
+            browser.page.wait_for_selector(".hovertext", state="detached")
+            point.evaluate("it => it.scrollIntoView({block: 'center', behavior: 'instant'})")
+            box = point.bounding_box()
+            place = round(box["x"] + box["width"] / 2), round(box["y"] + box["height"] / 2)
+            browser.page.mouse.move(*place)
+            shown = browser.page.text_content(".hovertext")
+            assert shown.endswith(tuple(names(sweep)))
         browser.page.mouse.click(*place)
         browser.page.wait_for_url(re.compile("/point[?]"))
         assert browser.evaluate("new URLSearchParams(location.search).get('name')") in names(sweep)

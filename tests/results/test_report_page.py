@@ -115,12 +115,12 @@ class TestInChromium:
     @pytest.mark.slow
     @pytest.mark.parametrize("name", FIGURES)
     def test_all_is_drawn_without_a_complaint_and_without_the_network(self, browser, pages, name):
-        browser.open(pages[name])
+        browser.open(pages[name].as_uri())
         assert browser.complaints == []
         assert browser.requests == []
 
     def test_logarithmic_axes_have_units_and_the_page_fits_a_phone(self, browser, pages):
-        browser.open(pages["run"], width=390)
+        browser.open(pages["run"].as_uri(), width=390)
         assert browser.evaluate("document.documentElement.scrollWidth") == 390
         labels = browser.evaluate(
             "[...document.querySelectorAll('.plot')].filter((each) => each._fullLayout.xaxis.type === 'log')"
@@ -131,14 +131,14 @@ class TestInChromium:
 
     def test_the_switch_changes_the_theme_and_what_is_drawn(self, browser, pages):
         shown = "getComputedStyle(document.body).backgroundColor + document.querySelector('.xtick text').style.fill"
-        browser.open(pages["validation"], dark=True)
+        browser.open(pages["validation"].as_uri(), dark=True)
         dark = browser.evaluate(shown)
         browser.evaluate("document.getElementById('theme').click()")  # auto, light
         browser.wait(f"{shown} !== {json.dumps(dark)}")
         light = browser.evaluate(shown)
         browser.evaluate("document.getElementById('theme').click()")
         browser.wait(f"{shown} === {json.dumps(dark)}")
-        browser.open(pages["validation"])
+        browser.open(pages["validation"].as_uri())
         assert browser.evaluate(shown) == light
 
 

@@ -3,7 +3,6 @@
 import importlib.util
 import shutil
 import time
-from pathlib import Path
 from typing import Any
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -43,11 +42,11 @@ class Browser:
         self._chromium.close()
         self._playwright.stop()
 
-    def open(self, page: Path, width: int = 1280, height: int = 900, dark: bool = False) -> None:
-        """Open *page* and wait until all of its figures are drawn."""
+    def open(self, address: str, width: int = 1280, height: int = 900, dark: bool = False) -> None:
+        """Open *address* and wait until all of its figures are drawn."""
         self.page.set_viewport_size({"width": width, "height": height})
         self.page.emulate_media(color_scheme="dark" if dark else "light")
-        self.page.goto(page.as_uri())
+        self.page.goto(address)
         plots = self.page.locator(".plot")
         for number in range(plots.count()):  # what comes into view is drawn
             plots.nth(number).evaluate("plot => plot.scrollIntoView({behavior: 'instant'})")
