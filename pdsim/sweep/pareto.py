@@ -163,7 +163,8 @@ def _knees(ranked: Sequence[Ranked]) -> Figure:
                 continue
             x, y = [*known], [*known.values()]
             texts = [
-                f"{name}<br>{offered[0]}={rate:g}: {title} p50 {format_time(value)}" for rate, value in known.items()
+                f"{name}<br>{offered[0]}={rate:g}: {title} p50 {format_time(value)}<br>{_whose(by_rate[rate])}"
+                for rate, value in known.items()
             ]
             series += [Marks("line", x, y, name, colour), Marks("points", x, y, "", colour, texts=texts)]
             if (at := knee(x, y)) is not None:
@@ -179,6 +180,10 @@ def _knees(ranked: Sequence[Ranked]) -> Figure:
         "curve without a knee keeps up at every rate here, or at none."
     )
     return Figure("knee", "Latency against rate", reading, panels)
+
+
+def _whose(points: Sequence[Ranked]) -> str:
+    return points[0].point if len(points) == 1 else "median of the seeds"
 
 
 def knee(x: Sequence[float], y: Sequence[float]) -> int | None:

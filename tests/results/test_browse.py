@@ -19,7 +19,7 @@ SMALL = ["hw=2xh200", "model=qwen3-8b", "parallel=tp1", "workload=smoke"]
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory):
     output = tmp_path_factory.mktemp("swept")
-    words = [*SMALL, "workload.rate=1,8", "executor.workers=1", "--quiet", f"output={output}"]
+    words = [*SMALL, "workload.rate=1,4,8", "executor.workers=1", "--quiet", f"output={output}"]
     assert main(["sweep", *words]) == 0
     return next(output.iterdir())
 
