@@ -52,7 +52,7 @@ def server(folder: Path, content: Make, port: int = 0) -> ThreadingHTTPServer:
                     slo = parse_slo(values["slo"]) if "slo" in values else None
                     return 200, page(content(folder, slo), Explore(points, values.get("slo", "")))
                 if asked.path == "/point" and values.get("name") in points:
-                    return 200, page(content(folder / values["name"], None), Explore(points, up=True))
+                    return 200, page(content(folder / values["name"], None), Explore(points, at=values["name"]))
             except ConfigError as error:
                 return 400, str(error)
             return 404, "no such page; the report is at /"

@@ -132,7 +132,7 @@ def _pareto(ranked: Sequence[Ranked]) -> Figure:
             name = f"{key}={value}" if key else "points"
             x, y = [each.speed or 0.0 for each in mine], [getattr(each, attribute) for each in mine]
             series.append(Marks("points", x, y, name, colour, texts=texts))
-        speed = Scale("tokens/s that the median user sees (1 / TPOT)", low=0)
+        speed = Scale("tokens/s/user (1 / median TPOT)", low=0)
         panels.append(Panel(speed, Scale(unit, low=0), series, title, 380))
     reading = (
         "Better is up and to the right; no other point beats one on the line in both, and the rest can be left out "

@@ -53,7 +53,9 @@ def test_the_sweep_and_each_point_have_a_page(sweep, port):
     assert status == 200
     for name in names(sweep):
         assert f'<option value="{name}">' in text
-        assert "pdsim report of a run" in get(port, f"/point?name={name}")[1]
+        point = get(port, f"/point?name={name}")[1]
+        assert "pdsim report of a run" in point
+        assert f'<option value="{name}" selected>' in point
 
 
 def test_another_slo_ranks_anew_and_other_sites_get_nothing(port):
@@ -83,6 +85,9 @@ def test_the_command_prints_where_and_ends_by_ctrl_c(sweep):
 def test_a_click_on_a_point_opens_its_report(sweep, port):
     browser = Browser()
     try:
+        browser.open(f"http://127.0.0.1:{port}/", width=360)
+        seen = "[...document.querySelectorAll('#explore *')].every(it => it.getBoundingClientRect().right < 360)"
+        assert browser.evaluate(seen)
         browser.open(f"http://127.0.0.1:{port}/", width=800)
         for point in browser.page.locator(".plot .points path").all():
             browser.page.mouse.move(0, 0)

@@ -129,7 +129,7 @@ class TestInChromium:
         assert len(labels) > 8
         assert {label[-1] for label in labels} == {"s", "B"}
 
-    def test_the_switch_changes_the_theme_and_what_is_drawn(self, browser, pages):
+    def test_the_switch_changes_the_theme_and_paper_is_light(self, browser, pages):
         shown = "getComputedStyle(document.body).backgroundColor + document.querySelector('.xtick text').style.fill"
         browser.open(pages["validation"].as_uri(), dark=True)
         dark = browser.evaluate(shown)
@@ -137,6 +137,10 @@ class TestInChromium:
         browser.wait(f"{shown} !== {json.dumps(dark)}")
         light = browser.evaluate(shown)
         browser.evaluate("document.getElementById('theme').click()")
+        browser.wait(f"{shown} === {json.dumps(dark)}")
+        browser.evaluate("dispatchEvent(new Event('beforeprint'))")
+        browser.wait(f"{shown} === {json.dumps(light)}")
+        browser.evaluate("dispatchEvent(new Event('afterprint'))")
         browser.wait(f"{shown} === {json.dumps(dark)}")
         browser.open(pages["validation"].as_uri())
         assert browser.evaluate(shown) == light

@@ -52,7 +52,6 @@
     if (entry.isIntersecting) { seen.unobserve(entry.target); draw(entry.target); }
   }), { rootMargin: "800px" });
   places.forEach((place) => seen.observe(place));
-  addEventListener("beforeprint", () => places.forEach((place) => drawn.has(place) || draw(place)));
   document.querySelectorAll(".save").forEach((save) => save.addEventListener("click", () => {
     const place = document.querySelector(`.plot[data-panel="${save.dataset.of}"]`);
     Plotly.downloadImage(place, { format: "svg", filename: save.dataset.name, width: 720, height: place.clientHeight });
@@ -67,4 +66,11 @@
     choose(names[(names.indexOf(root.dataset.theme || "auto") + 1) % names.length]));
   dark.addEventListener("change", () => drawn.forEach((_, place) => draw(place)));
   choose("auto");
+  let shown;
+  addEventListener("beforeprint", () => {  // on white paper
+    shown = root.dataset.theme || "auto";
+    choose("light");
+    places.forEach((place) => drawn.has(place) || draw(place));
+  });
+  addEventListener("afterprint", () => choose(shown));
 })();

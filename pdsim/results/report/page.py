@@ -57,7 +57,7 @@ class Explore:
 
     points: Mapping[str, str]
     slo: str = ""
-    up: bool = False  # it is the page of a point
+    at: str = ""  # the name of the point whose page it is
 
 
 def needs() -> None:
