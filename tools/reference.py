@@ -23,6 +23,7 @@ The other parts stand each between two HTML comments of their page:
 `tests/test_docs.py` compares all of them with what is written.
 """
 
+import argparse
 import csv
 import os
 import re
@@ -317,10 +318,12 @@ def build(folder: Path) -> Path:
     return page
 
 
-def main(words: Sequence[str]) -> None:
-    """Write all pages, or only configuration.md into the folder that *words* name."""
-    if words:
-        build(Path(words[0]))
+def main() -> None:
+    """Write all pages, or only configuration.md into the folder that is named."""
+    parser = argparse.ArgumentParser(prog="python -m tools.reference", description="Write generated parts of docs.")
+    parser.add_argument("folder", nargs="?", type=Path, help="write only configuration.md, into it")
+    if folder := parser.parse_args().folder:
+        build(folder)
         return
     build(ROOT / "docs")
     for part, (page, _) in PARTS.items():
@@ -328,4 +331,4 @@ def main(words: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

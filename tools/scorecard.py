@@ -9,10 +9,11 @@ Rows of AISimulate stay; ``python -m benchmarks.peers.aisimulate COMMAND rows FI
 are written by hand, in whole per cent.
 """
 
+import argparse
 import csv
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from pdsim.core.errors import ConfigError
@@ -69,12 +70,14 @@ def _cell(row: dict[str, str]) -> str:
     return f"{output}; {','.join(tails[:3])}; {','.join(tails[3:])}"
 
 
-def main(words: Sequence[str]) -> None:
-    """Keep the errors of the folder that *words* name, if they do; print the table."""
-    if words:
-        keep(Path(words[0]), data("benchmarks", "scorecard.csv"))
+def main() -> None:
+    """Keep the errors of the folder that is named, if one is; print the table."""
+    parser = argparse.ArgumentParser(prog="python -m tools.scorecard", description="Print the table of errors.")
+    parser.add_argument("folder", nargs="?", type=Path, help="results whose errors are kept first")
+    if folder := parser.parse_args().folder:
+        keep(folder, data("benchmarks", "scorecard.csv"))
     sys.stdout.write("\n".join(table()) + "\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -7,6 +7,7 @@
   functions that have the number in an argument, a variable or an attribute of one
 """
 
+import argparse
 import contextlib
 import inspect
 import io
@@ -109,15 +110,17 @@ def _within(value: Any) -> Iterable[Any]:
 WALKS = {"request": lambda: files(REQUEST), "chunk": chunk, "number": number}
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Print the walk that *arguments* name, or all three, each in a process of its own."""
-    for name in arguments:
+def main() -> None:
+    """Print the walk that is named, or all, each in a process of its own."""
+    parser = argparse.ArgumentParser(prog="python -m tools.walks", description="Print the files of each walk.")
+    parser.add_argument("walk", nargs="?", choices=WALKS, metavar=f"{{{','.join(WALKS)}}}")
+    if name := parser.parse_args().walk:
         paths = WALKS[name]()
         print(f"{name}: {len(paths)} files", *paths, sep="\n  ")
-    for name in () if arguments else WALKS:
+        return
+    for name in WALKS:
         subprocess.run([sys.executable, "-m", "tools.walks", name], cwd=ROOT, check=True, timeout=300)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()
