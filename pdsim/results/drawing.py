@@ -186,7 +186,8 @@ def _traces(series: Marks, panel: Panel) -> list[dict[str, Any]]:
         return [trace | {"type": "bar", "orientation": "h", "marker": {"color": colour}, "textposition": "none"}]
     if series.kind == "points":
         symbol = f"{_MARKERS[0][number]}{'-open' if series.hollow else ''}"
-        return [trace | {"mode": "markers", "marker": {"color": colour, "size": 7, "symbol": symbol}}]
+        marker = {"color": colour, "size": 7, "symbol": symbol}
+        return [trace | {"mode": "markers", "marker": marker, "cliponaxis": False}]  # whole at the edge of the axes
     width, dash = (1.2, "dot") if series.plain else (1.5, "solid") if series.solid else (2, _DASHES[0][number])
     shape = "hv" if series.kind == "steps" else "linear"
     return [trace | {"mode": "lines", "line": {"color": colour, "width": width, "dash": dash, "shape": shape}}]

@@ -92,6 +92,7 @@ def test_a_click_on_a_point_opens_its_report(sweep, port):
         for point in browser.page.locator(".plot .points path").all():
             browser.page.mouse.move(0, 0)
             browser.page.wait_for_selector(".hovertext", state="detached")
+            assert not point.evaluate("it => it.closest('[clip-path]')")
             point.evaluate("it => it.scrollIntoView({block: 'center', behavior: 'instant'})")
             box = point.bounding_box()
             place = round(box["x"] + box["width"] / 2), round(box["y"] + box["height"] / 2)
