@@ -79,6 +79,8 @@ class ComputedChecker:
                 pages.outgoing = partial(self._outgoing, member, pages.outgoing)
             scheduler.iteration_seconds = partial(self._timed, name, scheduler.iteration_seconds)
             scheduler.next_forward = partial(self._chosen, name, scheduler.next_forward)
+            if member.job.cache.prefill and member.job.cache.found == "computed":
+                scheduler.pages.commit = partial(self._known, member, scheduler.pages.commit)
         if worker.tiers is not None:
             traffic: Any = member.traffic
             traffic.offload = partial(self._offloads, member, traffic.offload)
@@ -140,6 +142,10 @@ class ComputedChecker:
             for chunk, piece in zip(forward.chunks, self._pieces.pop(leader, ()), strict=False):
                 self._planned[leader, chunk.room, chunk.index] = piece
         return forward
+
+    def _known(self, member: Any, commit: Callable[..., None], room: int, keys: Any) -> None:
+        self.check("known on", member.rank.name, room, len(keys) * member.job.page_size)
+        commit(room, keys)
 
     def _compute(self, member: Any, compute: Callable[[Any], Any], message: Any) -> Any:
         rank = member.rank.name

@@ -57,6 +57,8 @@ class EndingChecker:
             handlers[Finished] = partial(self._finished, member, handlers[Finished])
             handlers[Dropped] = partial(self._dropped, member, handlers[Dropped])
             handlers[TransferDone] = partial(self._failed, member, handlers[TransferDone])
+            membership: Any = member.membership
+            membership.heard = partial(self._hears, membership, membership.heard)
             return
         scheduler: Any = member.scheduler
         if scheduler is None:
@@ -88,6 +90,12 @@ class EndingChecker:
             held = sum(buffer.size for buffer in memory._buffers.values() if buffer.freed)
             if held and number not in recent:
                 self._report("I8", f"{held} bytes of {memory.name} are freed, and held when all is over")
+
+    def _hears(self, membership: Any, heard: Callable[[str], None], rank: str) -> None:
+        known = rank in membership.last_heard
+        heard(rank)
+        if not known and rank in membership.last_heard:
+            self._report("I12", f"the router waits for {rank}, which it has given up, by a late message of it")
 
     def _finished(self, router: Router, finished: Callable[..., None], sender: str, message: Finished) -> None:
         if message.room in router._rooms:

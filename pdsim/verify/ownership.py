@@ -7,7 +7,7 @@ of its incarnation has ended.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -59,6 +59,18 @@ class OwnershipChecker:
         if isinstance(member.worker, PrefillWorker) and isinstance(member.mover.sender, KvSender):
             sender: Any = member.mover.sender  # of any type, for mypy: a method of it is replaced
             sender._gather = self._watched(sender._gather)
+        landing: Any = getattr(member.mover.receiver if member.worker is None else None, "landing", None)
+        if landing is not None:
+            landing.ring.advance = partial(self._given, name, landing.ring.advance)
+
+    def _given(self, rank: str, advance: Callable[[], Iterator[tuple[Any, Any]]]) -> Iterator[tuple[Any, Any]]:
+        given = set()
+        for key, slot in advance():
+            if key in given:
+                self._report("I4", f"{rank} gives {key} a second slot of its ring")
+                return  # it would not end
+            given.add(key)
+            yield key, slot
 
     def _freed(self, member: Any, release: Callable[..., None], room: int, **how: bool) -> None:
         # Whoever says that nothing of a failed room moves must be right: whether or not it still lands.

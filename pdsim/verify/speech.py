@@ -60,6 +60,7 @@ class SpeechChecker:
         self._until: dict[str, int] = {}  # by instance: the start of its newest process that was told to end
         self._aborts = Counter[tuple[str, int]]()  # by rank and room: questions of the router without an answer
         self._quiet: dict[tuple[int, int], set[str]] = {}  # by program of a leader and room: ranks that said so
+        self._aborted: set[tuple[int, int]] = set()  # by part and room: those that its leader has stopped
 
     def joined(self, member: Any) -> None:
         """Watch *member*, a rank's program."""
@@ -70,6 +71,10 @@ class SpeechChecker:
         for name in ("write", "read"):
             setattr(endpoint, name, partial(self._posts, member, getattr(endpoint, name)))
         peers: Any = getattr(member.mover.peers, "_peers", None)
+        part: Any = getattr(member.mover, "sender", None)
+        if part is not None:
+            part.abort = partial(self._stops, part, part.abort)
+            part.report = partial(self._tells, member.rank.name, part, part.report)
         if hasattr(peers, "connect"):
             peers.connect = partial(self._connects, member, peers.connect)
         if member.scheduler is not None:
@@ -143,6 +148,15 @@ class SpeechChecker:
             what = f"{member.rank.name} of {member.incarnation} connects to {message.instance}"
             self._report("I3", f"{what} by an address for {message.incarnation}")
         connect(message)
+
+    def _stops(self, part: Any, abort: Callable[[int], None], room: int) -> None:
+        self._aborted.add((id(part), room))
+        abort(room)
+
+    def _tells(self, rank: str, part: Any, report: Callable[[Any], None], message: Any) -> None:
+        if isinstance(message, RankQuiesced) and (id(part), message.room) not in self._aborted:
+            self._report("I3", f"{rank} says that room {message.room} is quiet, which its leader has not stopped")
+        report(message)
 
     def _quiesced(self, member: Any, quiesced: Callable[..., None], sender: str, message: RankQuiesced) -> None:
         self._quiet.setdefault((id(member), message.room), set()).add(sender)

@@ -36,6 +36,7 @@ class WaitChecker:
         self._since: dict[int, tuple[Any, Room, float]] = {}
         self._asked: dict[tuple[str, Any], float] = {}  # by rank and question: when a slot was asked for
         self._pauses: dict[str, list[tuple[float, float]]] = {}  # by rank
+        self._renewals: dict[tuple[str, int], float] = {}  # by reader and room: when its lease was renewed, or began
 
     def joined(self, member: Any) -> None:
         """Watch *member*, a rank's program."""
@@ -52,7 +53,10 @@ class WaitChecker:
         if isinstance(scheduler, DecodeScheduler):
             watched: Any = scheduler
             watched._between_steps = partial(self._stepped, member, scheduler._between_steps)
-        handoff = getattr(scheduler, "handoff", None)
+        handoff: Any = getattr(scheduler, "handoff", None)
+        if hasattr(handoff, "_sources"):
+            handoff.submitted = partial(self._submits, member, handoff.submitted)
+            handoff._renew = partial(self._beats, member, handoff._renew)
         for holder, name, state in (
             (scheduler, "timers", "reserved"),
             (handoff, "_timers", "waiting"),
@@ -113,6 +117,12 @@ class WaitChecker:
             for number, room in scheduler.rooms.items():
                 if (number in scheduler.pages.quarantined) != (_is_given_up(room) and room.has_pages):
                     self._report("I8", f"room {number} on {name} has failed or is in quarantine, not both")
+        engine, sources = member.job.engine, getattr(getattr(scheduler, "handoff", None), "_sources", {})
+        for number in sources if engine.lease else ():
+            since = self._renewals.get((name, number), inf)
+            if self._now > self._allowed(member, since + engine.heartbeat) + _ROUNDING:
+                self._report("I12", f"{name} reads room {number}, and has not renewed its lease since {since:g} s")
+                self._renewals[name, number] = inf  # once
         if isinstance(receiver, KvReceiver) and receiver.landing is not None:
             key = next(iter(receiver.landing.ring._line), None)
             end = self._asked.get((name, key), inf) + receiver.landing._wait
@@ -165,6 +175,15 @@ class WaitChecker:
             room = member.scheduler.rooms.get(number)
             if room is not None and room.state == "kept":
                 self._since[id(room)] = member, room, member.clock.now
+
+    def _submits(self, member: Any, submitted: Callable[[Any], bool], request: Any) -> bool:
+        self._renewals[member.rank.name, request.room] = member.clock.now
+        return submitted(request)
+
+    def _beats(self, member: Any, renew: Callable[[Any], None], beat: Any) -> None:
+        for room in member.scheduler.handoff._sources:
+            self._renewals[member.rank.name, room] = member.clock.now
+        renew(beat)
 
     def _asks(self, member: Any, ask: Callable[[str, Any], None], sender: str, message: Any) -> None:
         self._asked[member.rank.name, (message.room, message.writer, message.chunk)] = member.clock.now
