@@ -7,6 +7,7 @@ every token in a page, and all of them where state or metadata is read.  And onl
 memory, each marked with the number of the chunk that computed it.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -50,6 +51,9 @@ class ComputedChecker:
         # both, by incarnation and number of what moves them: a rank may hear of it long after its leader
         self._moves: dict[tuple[str, int], tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
         self._waiting: dict[int, list[list[Any]]] = {}  # by program, those that go when so many forwards have ended
+        # by incarnation and tier: pages that have come there, and are not said to be there
+        self._there = Counter[tuple[str, str]]()
+        self._writes: dict[tuple[str, int, str], list[int]] = {}  # by move and tier: pages, and ranks that lack them
         self._leaving: dict[tuple[int, int], set[int]] = {}  # by program and move: pages that are on their way there
         self._sent_now: dict[str, bool] = {}  # by rank: whether what it is told to move is not computed yet
         self._kept: dict[tuple[int, int], bytes] = {}  # by rank of an instance and key: what tiers have
@@ -77,6 +81,7 @@ class ComputedChecker:
                 pool, pages = scheduler.pages.pool, scheduler.pages
                 pool.reuse = partial(self._reuse, member, pool.reuse)
                 pages.outgoing = partial(self._outgoing, member, pages.outgoing)
+                pool.tiers.put = partial(self._puts, member, pool.tiers.put)
             scheduler.iteration_seconds = partial(self._timed, name, scheduler.iteration_seconds)
             scheduler.next_forward = partial(self._chosen, name, scheduler.next_forward)
             if member.job.cache.prefill and member.job.cache.found == "computed":
@@ -221,8 +226,12 @@ class ComputedChecker:
         if out:
             self._store(member, 0)
         self._sent_now[member.rank.name] = bool(pages) and member.worker._computing > 0
+        below = self._counts(member, message) if member.scheduler is not None else 0
         moved = move(message)
         self._sent_now[member.rank.name] = False
+        if below:
+            there = {(message.incarnation, "host"): below}
+            moved.callbacks.insert(0, lambda _: self._there.update(there))
 
         def loaded(_: Any) -> None:
             for key, page in loads:
@@ -236,6 +245,27 @@ class ComputedChecker:
             moved.callbacks.insert(0, loaded)
         return moved
 
+    def _counts(self, member: Any, message: Any) -> int:
+        # The pages that it writes to each tier, and those that come to host memory from below.
+        size, ranks = member.scheduler.tiers._page_bytes, 1 + len(member.followers)
+        coming = {tier for number, tier in member.scheduler.tiers._under_way if number != message.number}
+        for (incarnation, tier), pages in self._there.items():
+            if incarnation == message.incarnation and pages > 0 and tier not in ("host", *coming):
+                self._report("I10", f"{pages} pages came to {tier} of {member.rank.name}, which does not know them")
+                self._there[incarnation, tier] = 0
+        for tier, nbytes in (("host", message.nbytes), *((one.tier, one.nbytes) for one in message.writes)):
+            self._writes[message.incarnation, message.number, tier] = [nbytes // size, ranks]
+        return int(sum(one.nbytes for one in message.reads if one.tier != "host") // size)
+
+    def _puts(self, member: Any, put: Callable[[str, Any], None], tier: str, keys: Any) -> None:
+        tiers = member.scheduler.tiers._tiers
+        # of host memory only those that it lacked: what comes from there again is not written again
+        new = [] if tier not in tiers.stores else tiers.missing(tier, keys) if tier == "host" else keys
+        self._there[member.incarnation, tier] -= len(new)
+        if self._there[member.incarnation, tier] < 0:
+            self._report("I10", f"{tier} of {member.rank.name} has {len(new)} pages, before all have come there")
+        put(tier, keys)
+
     def _offloads(self, member: Any, offload: Callable[..., Any], *how: Any, **more: Any) -> Any:
         if self._sent_now.get(member.rank.name):
             self._report("I10", f"pages leave {member.rank.name} for a tier before the forward under way has ended")
@@ -243,6 +273,10 @@ class ComputedChecker:
 
     def _written(self, member: Any, written: Callable[[int, str], None], number: int, tier: str) -> None:
         self._leaving.pop((id(member), number), None)
+        pages = self._writes.get((member.incarnation, number, tier), [0, 0])
+        pages[1] -= 1
+        if not pages[1]:
+            self._there[member.incarnation, tier] += pages[0]
         written(number, tier)
 
     def _begins(self, member: Any, begin: Callable[[Any], Any], message: Any) -> Any:

@@ -34,6 +34,7 @@ from pdsim.serving.decode import DecodeScheduler, Preemption
 from pdsim.serving.handoff.pull import PullDecodeLeader, PullPrefillLeader
 from pdsim.serving.handoff.push import PushDecode, PushDecodeLeader
 from pdsim.serving.membership import Membership
+from pdsim.serving.offload import TierScheduler
 from pdsim.serving.prefill import PrefillScheduler, PrefillWorker
 from pdsim.serving.rank_process import EngineRank
 from pdsim.serving.settings import ServingEngine
@@ -449,6 +450,23 @@ def renews_in_place(self: PullPrefillLeader, _: str, message: Any) -> None:
             self._leases.add(number)
 
 
+def renews_once(original: Any, self: PullDecodeLeader, beat: Any) -> None:
+    original(self, beat)
+    self._beats = True
+
+
+def quiet_before_it_is_told(original: Any, self: KvSender, state: Any) -> None:
+    state.aborted = state.aborted or state.status is Status.FAILED
+    original(self, state)
+
+
+def tells_early(original: Any, self: Any, out: Any, back: Any, prefetch: bool = False) -> Any:
+    moved, ssd = original(self, out, back, prefetch), (self._moves, "ssd")
+    if ssd in self._under_way:
+        self._under_way[ssd][1]()
+    return moved
+
+
 def keeps_the_source(original: Any, self: PullDecodeLeader, number: int) -> None:
     self._sources.pop(number, None)
     original(self, number)
@@ -604,6 +622,15 @@ MUTANTS = (
            ((PullPrefillLeader, "_renew", renews_in_place),), lambda s: s.job.engine.handoff == "pull"),
     Mutant("P6", "pages of a request that decode never admits stay at prefill", "I8",
            ((PullDecodeLeader, "unadmitted", keeps_the_source),), failing, PULLED),
+    Mutant("P7", "a second heartbeat renews no lease", "I12",
+           ((PullDecodeLeader, "_renew", renews_once),), lambda s: s.job.engine.handoff == "pull"),
+    Mutant("S17", "a rank says that a room which failed is quiet, before its leader stops it", "I3",
+           ((KvSender, "_settle", quiet_before_it_is_told),)),
+    Mutant("C17", "pages are known with their prompt when the next forward has been chosen", "I10",
+           ((PrefillScheduler, "_cache", lambda original, self, room, _: original(self, room, room.done)),),
+           lambda s: s.job.cache.prefill),
+    Mutant("C18", "pages are in the SSD tier before they have been written there", "I10",
+           ((TierScheduler, "_move", tells_early),), lambda s: s.job.cache.ssd > 0),
     Mutant("S15", "the bytes of a write are not counted", "I14", ((KvSender, "_written", counts_no_bytes),)),
     Mutant("S16", "a request leaves the batch a step early", "I14", ((RunningBatch, "finished", a_step_early),)),
     Mutant("C11", "a send queue takes a post as long as it has any room", "I15",

@@ -41,6 +41,10 @@ def keeps_the_draining(original: Any, self: Router, request: Any) -> None:
         original(self, request)
 
 
+def hears_the_late(self: Membership, rank: str) -> None:
+    self.last_heard[rank] = self._process.clock.now
+
+
 def nothing(*_: Any) -> None:
     """Do nothing."""
 
@@ -68,6 +72,8 @@ MEMBERSHIP = (
            ((Membership, "_stay", nothing),), changing),
     Mutant("M11", "the silence of an instance that has joined again is never noticed", "I5",
            ((Membership, "_register", joins_unheard),), changing),
+    Mutant("M13", "a late message of a rank that is given up makes the router wait for it", "I12",
+           ((Membership, "heard", hears_the_late),)),
     Mutant("M12", "an instance stays though its last request was sent anew elsewhere", "I12",
            ((Router, "_forget", keeps_the_draining),), lambda s: changing(s) and bool(s.kill)),
 )  # fmt: skip
