@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether what the parts of a rank hold agrees with each other: a part of `pdsim.verify.invariants`.
 
-At an instant at which a message is sent, one rank's program is looked at, each in its turn: so what is wrong for a
-while is seen, whether or not it does harm in this scenario.  Nothing here is a list of defects: each room is in one
-place, each page has one owner, each count is the number of what it counts, and what is all there goes on.
+Whenever a message is sent, the program of one rank is checked, each rank in its turn.  A state that is wrong for a
+while is found even if it does no harm in this scenario.  The rules name no defect: each room is in one place, each
+page has one owner, each count equals what it counts, and a room that is complete goes on.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class ComputedChecker:
         self._there = Counter[tuple[str, str]]()
         self._writes: dict[tuple[str, int, str], list[int]] = {}  # by move and tier: pages, and ranks that lack them
         self._leaving: dict[tuple[int, int], set[int]] = {}  # by program and move: pages that are on their way there
-        self._sent_now: dict[str, bool] = {}  # by rank: whether what it is told to move is not computed yet
+        self._sent_now: dict[str, bool] = {}  # by rank: whether its pages are sent before they are computed
         self._kept: dict[tuple[int, int], bytes] = {}  # by rank of an instance and key: what tiers have
         self._done: dict[str, dict[int, int]] = {}  # by rank and room: tokens that are computed, in this incarnation
         # by rank and room, of forwards whose layers leave by themselves: clock, beginning, seconds and last token

@@ -26,14 +26,14 @@ _LATE = 1.0
 """Seconds after which a message has been handled by a rank that lives, once nothing is held up any more."""
 
 _ALIKE = tuple(bytes([0xA0 + len(name)]) + name.encode() for name in ("Ping", "Pong", "Renew"))
-"""Tags (msgpack) of messages of which one is like the next: which of them has come cannot be told."""
+"""Tags (msgpack) of messages that are all equal: one that arrives may be any of those sent."""
 
 _STAMPS = {"arrived": "arrived", "ready": "polled", "running": "joined"}
 """By state of a room at decode: the time of `Finished` at which it comes to that first."""
 
 
 class OrderChecker:
-    """Calls *report* with an invariant and a text for what is out of order, late or too large."""
+    """Calls *report* with an invariant and a text when a message is out of order, late or too large."""
 
     def __init__(self, report: Callable[[str, str], None]) -> None:
         self._report = report

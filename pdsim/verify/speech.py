@@ -40,13 +40,13 @@ _OF_ROOMS = (
     *(Abort, Arrival, Destination, Finished, PrefillDone, RankQuiesced, ReadDone, ReadRequest),
     *(StagingRelease, StagingReply, StagingRequest, TransferDone),
 )
-"""Messages about a room, of which only those to whom it was given may speak."""
+"""Messages about a room: only the ranks that were given the room may send them."""
 
 
 class SpeechChecker:
     """Calls *report* with an invariant and a text for what must not be said, or is done without it.
 
-    *reports* has how a room ended on a rank, by both; *moved* the rooms of which a transfer was posted.
+    *reports* keeps how a room ended, by room and rank; *moved* the rooms that a transfer was posted for.
     """
 
     def __init__(
