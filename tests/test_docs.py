@@ -1,5 +1,6 @@
 """The documentation is right: generated parts are current, commands run, links and file names exist."""
 
+import csv
 import os
 import re
 import shlex
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from pdsim.config import keys
+from pdsim.core.files import data
 from tests.support.documented import blocks, commands
-from tools import reference
+from tools import big_models, reference
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILT = ROOT / "docs" / "configuration.md"
@@ -32,6 +34,11 @@ def shell(page: Path, run: bool) -> list[str]:
 def test_generated_parts_are_current(part):
     page = ROOT / reference.PARTS[part][0]
     assert reference.rewritten(part) == page.read_text(encoding="utf-8"), "run: python -m tools.reference"
+
+
+def test_big_models_are_those_of_the_present_model():
+    kept = data("reports", "big_models.csv").read_text(encoding="utf-8").splitlines()[1:]
+    assert list(csv.reader(kept)) == [[str(value) for value in row] for row in big_models.rows()]
 
 
 def test_the_configuration_page_lists_keys_of_every_group(tmp_path):

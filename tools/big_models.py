@@ -18,6 +18,7 @@ the peaks that ``compute=roofline`` assumes; experts are loaded evenly.
 `CAUSES` says where the errors come from.
 """
 
+import argparse
 import csv
 from collections.abc import Iterator
 from dataclasses import replace
@@ -91,6 +92,9 @@ def _time(case: Case, hidden: bool) -> ForwardTime:
 
 def main() -> None:
     """Write ``data/reports/big_models.csv``, which docs/validation.md shows."""
+    argparse.ArgumentParser(
+        prog="python -m tools.big_models", description="Compute the table of big models."
+    ).parse_args()
     with data("reports", "big_models.csv").open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(("source", "side", "published", "modelled", "exchange hidden"))
