@@ -9,6 +9,7 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from html import escape
 from importlib.util import find_spec
 from textwrap import fill
 from typing import Any
@@ -69,7 +70,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Marks:
-    """One series: values *x* and *y*, of equal length, with *texts* that are shown under the pointer.
+    """One series: values *x* and *y*, of equal length, with plain *texts* that are shown under the pointer.
 
     *kind* is ``line``, ``steps`` (which keep their value until the next x), ``points``, ``bars`` (stacked along x at
     every y) or ``band`` (between *y* and *top*).  *colour* counts from 0.  A series without *name* has no entry in
@@ -147,7 +148,7 @@ def plotly_panel(panel: Panel) -> dict[str, Any]:
 
 def _plotly_axis(scale: Scale, direction: int) -> dict[str, Any]:
     # Names run from left to right, and from top to bottom.
-    axis: dict[str, Any] = {"title": {"text": scale.title}, "type": "log" if scale.log else "linear"}
+    axis: dict[str, Any] = {"title": {"text": _marked_up(scale.title)}, "type": "log" if scale.log else "linear"}
     if scale.log:
         axis["nticks"] = 3 if direction > 0 else 4  # more would overlap in a narrow panel
     if scale.unit in ("s", "B", "B/s"):
@@ -155,7 +156,8 @@ def _plotly_axis(scale: Scale, direction: int) -> dict[str, Any]:
     elif scale.unit == "%":
         axis |= {"tickformat": ",~r", "ticksuffix": " %", "hoverformat": ".3~r"}
     if scale.labels:
-        axis |= {"tickmode": "array", "tickvals": list(range(len(scale.labels))), "ticktext": list(scale.labels)}
+        labels = list(map(_marked_up, scale.labels))
+        axis |= {"tickmode": "array", "tickvals": list(range(len(labels))), "ticktext": labels}
         axis |= {"range": [-0.5, len(scale.labels) - 0.5][::direction], "showgrid": False, "ticks": ""}
     elif scale.low is not None and scale.high is not None:
         axis["range"] = [math.log10(end) if end and scale.log else end for end in (scale.low, scale.high)]
@@ -167,8 +169,8 @@ def _plotly_axis(scale: Scale, direction: int) -> dict[str, Any]:
 def _traces(series: Marks, panel: Panel) -> list[dict[str, Any]]:
     number = series.colour % 8
     colour = "@muted" if series.plain else f"@c{number}"
-    trace: dict[str, Any] = {"type": "scatter", "x": _short(series.x), "y": _short(series.y), "name": series.name}
-    trace |= {"showlegend": bool(series.name)}
+    trace: dict[str, Any] = {"type": "scatter", "x": _short(series.x), "y": _short(series.y)}
+    trace |= {"name": _marked_up(series.name), "showlegend": bool(series.name)}
     if series.kind == "band":
         edge = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip"}
         upper = {"y": _short(series.top), "fill": "tonexty", "fillcolor": "@band"}
@@ -177,11 +179,11 @@ def _traces(series: Marks, panel: Panel) -> list[dict[str, Any]]:
     if series.plain or joins:  # a line through points would take the pointer from them, their texts and their links
         trace["hoverinfo"] = "skip"
     else:
-        axes = f"{panel.x.title}: %{{x}}<br>{panel.y.title}: %{{y}}"
-        name = f"<b>{series.name}</b><br>" if series.name else ""
+        axes = f"{_marked_up(panel.x.title)}: %{{x}}<br>{_marked_up(panel.y.title)}: %{{y}}"
+        name = f"<b>{_marked_up(series.name)}</b><br>" if series.name else ""
         trace["hovertemplate"] = f"{name}{'%{text}' if series.texts else axes}<extra></extra>"
     if series.texts:
-        trace["text"] = list(series.texts)
+        trace["text"] = list(map(_marked_up, series.texts))
     if series.kind == "bars":
         return [trace | {"type": "bar", "orientation": "h", "marker": {"color": colour}, "textposition": "none"}]
     if series.kind == "points":
@@ -191,6 +193,11 @@ def _traces(series: Marks, panel: Panel) -> list[dict[str, Any]]:
     width, dash = (1.2, "dot") if series.plain else (1.5, "solid") if series.solid else (2, _DASHES[0][number])
     shape = "hv" if series.kind == "steps" else "linear"
     return [trace | {"mode": "lines", "line": {"color": colour, "width": width, "dash": dash, "shape": shape}}]
+
+
+def _marked_up(text: str) -> str:
+    # plotly reads all text as markup
+    return escape(text, quote=False).replace("\n", "<br>")
 
 
 def _short(values: Sequence[float]) -> list[float | None]:

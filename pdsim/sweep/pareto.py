@@ -163,7 +163,7 @@ def _knees(ranked: Sequence[Ranked]) -> Figure:
                 continue
             x, y = [*known], [*known.values()]
             texts = [
-                f"{name}<br>{offered[0]}={rate:g}: {title} p50 {format_time(value)}<br>{_whose(by_rate[rate])}"
+                f"{name}\n{offered[0]}={rate:g}: {title} p50 {format_time(value)}\n{_whose(by_rate[rate])}"
                 for rate, value in known.items()
             ]
             series += [Marks("line", x, y, name, colour), Marks("points", x, y, "", colour, texts=texts)]
@@ -214,7 +214,7 @@ def _telling(able: Sequence[Ranked]) -> str:
 def _hover(each: Ranked) -> str:
     latencies = [f"{name.replace('_', ' ')} {format_time(v)}" for name, v in each.latencies.items() if v is not None]
     parts = [f"{key}={value}" for key, value in each.choice.items()]
-    return "<br>".join(
+    return "\n".join(
         [*parts, f"{each.value:.3g} good/s/GPU, {100 * each.attainment:.3g} % in SLO", *latencies, each.point]
     )
 
@@ -254,7 +254,7 @@ def _metrics(points: Sequence[Mapping[str, Any]], schema: Any) -> Figure:
     for key in keys[: _AXES // 2]:
         for name in varied:
             heights = [
-                (row[key], row[name], f"{name} {row[name]:.4g}<br>{row['point']}")
+                (row[key], row[name], f"{name} {row[name]:.4g}\n{row['point']}")
                 for row in done
                 if row[name] is not None
             ]

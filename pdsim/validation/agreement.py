@@ -159,6 +159,6 @@ def _hover(each: Compared) -> str:
     text = format_time if value.quantity == "time" else format_rate
     size = f", {format_size(value.nbytes)}" if value.nbytes else ""
     return (
-        f"{value.group}: {value.label}{size}<br>predicted {text(value.value)}, measured {text(each.measured)}, "
+        f"{value.group}: {value.label}{size}\npredicted {text(value.value)}, measured {text(each.measured)}, "
         f"{100 * each.error:+.1f} %"
     )

@@ -2,6 +2,7 @@
 
 import json
 import re
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -80,13 +81,16 @@ def test_a_page_has_its_figures_and_refers_to_nothing_outside(pages, name):
 def test_text_of_a_run_is_escaped_in_its_page():
     table = Table("a < b", {"<i>": "x > y"}, [["</script>"], [None], [0.5]])
     name = "<!--<script></script>"
-    figure = Figure("f", "F", "r", [Panel(Scale(name), Scale("y"), [Marks("line", [1.0], [1.0])])])
+    points = Marks("points", [1.0], [1.0], texts=["<b>\nq"])
+    figure = Figure("f", "F", "r", [Panel(Scale(name), Scale("y"), [points])])
     text = page(Content(over="", title="<b>", lines=["<u>"], tables=[table], figures=[figure]))
     assert "<u>" not in text
     assert "<i>" not in text
     data = SCRIPT.findall(text)[0]  # with <!--<script> in it, the element would end where the page does
     assert "<" not in data
-    assert json.loads(data)[0]["layout"]["xaxis"]["title"]["text"] == name
+    (panel,) = json.loads(data)
+    assert unescape(panel["layout"]["xaxis"]["title"]["text"]) == name
+    assert panel["data"][0]["text"] == ["&lt;b&gt;<br>q"]
     assert "<td>&lt;/script&gt;</td>" in text
 
 
