@@ -7,12 +7,15 @@ Owners are rooms; all ranks of an instance use the same numbers.  Unknown here: 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, repeat
-from operator import itemgetter, sub
+from itertools import accumulate
+from operator import itemgetter
+
+import numpy as np
+import numpy.typing as npt
 
 from pdsim.kv.layout import StateShape, window_span
 from pdsim.kv.tiers import Origin, Tiers
@@ -22,6 +25,8 @@ Pages = tuple[tuple[int, int], ...]
 
 Runs = tuple[tuple[int, int, int], ...]
 """Source page, target page, count: pages that are neighbours on both sides."""
+
+Int64s = npt.NDArray[np.int64]
 
 ORDERS = ("best_fit", "queue", "stack")
 """How free pages are given out: see `page_pool`."""
@@ -188,7 +193,7 @@ class PagePool:
         count = self.rounded(count)
         if count > self.free:
             return None
-        pages = self.owners[owner] = self.take(count)
+        pages = self.owners[owner] = self.take(owner, count)
         self._sizes[owner] = count
         return pages
 
@@ -204,7 +209,7 @@ class PagePool:
         count = self.rounded(count)
         if count > self.free:
             return False
-        self.owners[owner] = self.joined(self.owners[owner], self.take(count))
+        self.owners[owner] = self.joined(self.owners[owner], self.take(owner, count))
         self._sizes[owner] += count
         return True
 
@@ -220,8 +225,8 @@ class PagePool:
         """Return how many pages *owner* has.  Raise a `KeyError` if it has none."""
         return self._sizes[owner]
 
-    def take(self, count: int) -> Pages:
-        """Return *count* pages, which are free and nobody's from then on: the caller says whose they are."""
+    def take(self, owner: int, count: int) -> Pages:  # noqa: ARG002 a `FreeQueue` needs the owner
+        """Return *count* pages for *owner*, of those that are free; the caller adds them to `owners`."""
         self._count_taken(count)
         taken: list[tuple[int, int]] = []
         counts, by_size = self._counts, self._by_size
@@ -299,8 +304,11 @@ class FreeQueue(PagePool):
 
     def __init__(self, pages: int, last_first: bool = False, block: int = 1) -> None:
         super().__init__(pages, block)
-        self._queue = deque(reversed(range(0, pages, block)))  # first pages of blocks; the last is given out next
         self._last_first = last_first
+        # first pages of blocks: those from `_head` to `_tail` are free, in their order
+        self._order = np.arange(0, (1 if last_first else 2) * pages, block)
+        self._head, self._tail = 0, pages // block
+        self._blocks: dict[int, list[Int64s]] = {}  # the same of each owner
 
     def joined(self, pages: Pages, more: Pages) -> Pages:
         """Return *pages* and *more*, which come last."""
@@ -309,26 +317,37 @@ class FreeQueue(PagePool):
             return (*pages[:-1], (first, count + size), *more[1:])
         return (*pages, *more)
 
-    def take(self, count: int) -> Pages:
+    def take(self, owner: int, count: int) -> Pages:
         """Return the first pages of the queue."""
         self._count_taken(count)
-        block = self.block
-        taken = [self._queue.pop() for _ in range(count // block)]
-        return _runs(taken if block == 1 else [first + n for first in taken for n in range(block)])
+        block, first = self.block, self._head
+        self._head += count // block
+        taken = self._order[first : self._head].copy()
+        self._blocks.setdefault(owner, []).append(taken)
+        if count == block:  # as of a request that grows
+            return ((int(taken[0]), block),)
+        return _runs(taken if block == 1 else np.add.outer(taken, np.arange(block)).ravel())
 
     def release(self, owner: int) -> None:
         """Take the pages of *owner* back: its last page is the first of them to be given out again."""
         self.unused += self.count(owner)
-        pages = _numbers(self._taken_back(owner))[:: self.block]
+        self._taken_back(owner)
+        blocks = np.concatenate(self._blocks.pop(owner))[::-1]
         if self._last_first:
-            self._queue += pages
-        else:
-            self._queue.extendleft(reversed(pages))
+            self._head -= len(blocks)
+            self._order[self._head : self._head + len(blocks)] = blocks
+            return
+        if self._tail + len(blocks) > len(self._order):
+            free = self._order[self._head : self._tail]
+            self._order[: len(free)] = free
+            self._head, self._tail = 0, len(free)
+        self._order[self._tail : self._tail + len(blocks)] = blocks
+        self._tail += len(blocks)
 
     def is_whole(self) -> bool:
         """Return whether every page is free or owned, once."""
         lent = [page for runs in self.owners.values() for page in _numbers(runs)]
-        free = [first + n for first in self._queue for n in range(self.block)]
+        free = [first + n for first in self._order[self._head : self._tail].tolist() for n in range(self.block)]
         return sorted([*free, *lent]) == list(range(self.pages))
 
 
@@ -520,7 +539,7 @@ class PrefixPagePool(PagePool):
             for last in {self._cached[key].node: key for key in keys}.values():
                 self._split(last)
         self._keys[owner] = list(keys)
-        self.owners[owner] = (*_runs([self._cached[key].page for key in keys]), *self.take(count - hits))
+        self.owners[owner] = (*_runs([self._cached[key].page for key in keys]), *self.take(owner, count - hits))
         self._sizes[owner] = count
         self.commit(owner, every)  # what comes back is known again
         self.loaded = list(zip(every[hits:], origins, strict=True))
@@ -596,11 +615,11 @@ class PrefixPagePool(PagePool):
                 self._leave(key)
         self._keep_to_limit()
 
-    def take(self, count: int) -> Pages:
+    def take(self, owner: int, count: int) -> Pages:
         """Return pages as `PagePool.take` does, cached ones without a user if there are too few others."""
         while self.unused < count:
             self._evict()
-        return super().take(count)
+        return super().take(owner, count)
 
     def _leave(self, key: int) -> None:
         cached = self._cached[key]
@@ -656,18 +675,14 @@ def _leading(keys: Sequence[int], known: Container[int]) -> int:
 
 
 def _numbers(runs: Pages) -> list[int]:
-    pages: list[int] = []
-    for first, count in runs:
-        if count == 1:  # as most are of vLLM's: a range takes three times as long
-            pages.append(first)
-        else:
-            pages += range(first, first + count)
-    return pages
+    return [page for first, count in runs for page in range(first, first + count)]
 
 
-def _runs(pages: Sequence[int]) -> Pages:
-    breaks = [number for number, step in enumerate(map(sub, pages[1:], pages), 1) if step != 1]
-    if len(breaks) == len(pages) - 1:  # as when they were freed in reverse: none follows another
-        return tuple(zip(pages, repeat(1)))
-    starts = [0, *breaks] if pages else []
-    return tuple(zip([pages[start] for start in starts], map(sub, [*breaks, len(pages)], starts), strict=True))
+def _runs(numbers: Int64s | list[int]) -> Pages:
+    pages = np.asarray(numbers, np.int64)
+    if not len(pages):
+        return ()
+    breaks = np.flatnonzero(pages[1:] - pages[:-1] != 1) + 1
+    starts = np.concatenate(([0], breaks))
+    counts = np.concatenate((breaks, [len(pages)])) - starts
+    return tuple(zip(pages[starts].tolist(), counts.tolist(), strict=True))
