@@ -15,7 +15,37 @@ from pdsim.core.units import Seconds, Size
 from pdsim.hardware.costs import Engine, EngineModel
 from pdsim.hardware.machine import Machine
 from pdsim.serving.settings import Kv, Workload
-from tools.fuzz_inputs import CONFIG, ENGINE, MACHINE
+
+MACHINE = {
+    "name": "box",
+    "vendor": "nvidia",
+    "nodes": 1,
+    "gpus": 2,
+    "gpu": {"name": "G", "memory": "80GB", "memory_rate": "2TB/s", "compute": "312TFLOPS", "pcie": "25GB/s"},
+    "interconnect": {"kind": "switch", "rate": "240GB/s"},
+    "nic": {"count": 1, "rate": "400Gbps", "latency": "2us"},
+    "host": {"memory": "1TB", "memory_rate": 2e11, "tcp_rate": "10Gbps", "tcp_latency": "50us"},
+    "sources": {"gpu": "datasheet: G", "nodes, gpus": "assumed: two", "nic.rate": "measured: here"},
+}
+ENGINE = {
+    "name": "engine",
+    "implementation": "engine",
+    "vendors": ["nvidia"],
+    "intra": {"path": "nvlink", "call": "1us", "descriptor": "2us", "overlap": True, "latency": 0},
+    "inter": None,
+}
+MODEL = {
+    "name": "m", "parameters": 1e9, "active": 1e9, "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 4,
+    "head_dim": 16,
+}  # fmt: skip
+CONFIG = {
+    "target": "model",
+    "experiment": {"name": "transfer"},
+    "hw": MACHINE,
+    "backend": ENGINE,
+    "model": MODEL,
+    "parallel": {"prefill": {"tp": 1}, "decode": {"tp": 1}},
+}
 
 
 def changed(values, key, value):

@@ -14,14 +14,15 @@ import pytest
 
 from pdsim.calibration import samples
 from pdsim.cli.main import main
+from pdsim.config.compose import compose
 from pdsim.core import files
 from pdsim.core.errors import ConfigError
 from pdsim.recipes import servers
 from pdsim.results import compare, terminal
+from pdsim.run import run
 from pdsim.serving.settings import Workload
 from pdsim.serving.workload import load
 from pdsim.sweep import collect
-from tools import fuzz, fuzz_inputs
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(8)
@@ -43,7 +44,8 @@ def said(capsys, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
-    return fuzz_inputs.kept_run(tmp_path_factory.mktemp("kept"))
+    words = ["hw=8xh20", "workload.count=3", f"output={tmp_path_factory.mktemp('kept')}"]
+    return run(compose(words), words, quiet=True)[1]
 
 
 @pytest.fixture
@@ -213,22 +215,6 @@ def test_a_full_disk_ends_a_sweep_in_one_line(tmp_path):
     last = done.stderr.splitlines()[-1]
     assert (done.returncode, "Traceback" in done.stderr) == (1, False)
     assert last.startswith("pdsim: OSError: [Errno 27] File too large")
-
-
-INPUTS = {"messages": 1000, "wire": 1000, "results": 60}
-"""Of a family, here; of the others 150."""
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory):
-    return fuzz.Bench(tmp_path_factory.mktemp("fuzz"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", fuzz.FAMILIES)
-def test_what_is_changed_is_refused_as_documented(bench, family):
-    found = {number: fuzz.one(bench, family, 1, number) for number in range(INPUTS.get(family, 150))}
-    assert {number: what for number, what in found.items() if what} == {}
 
 
 def test_a_comment_of_samples_may_say_nothing(tmp_path):

@@ -9,9 +9,8 @@ The other parts stand each between two HTML comments of their page:
 
 - docs/reports.md: claims of reports, from `data/reports`, and metadata, from `data/benchmarks`.
 - docs/results.md: every column of the Parquet files, from `pdsim.results.schema`.
-- docs/reliability.md: what was found under faults on real engines, from `data/benchmarks/faults_real.csv`, and by
-  fuzzing, from `data/benchmarks/fuzz`, and the laws of simulation; docs/faults.md: the kinds of faults and the
-  invariants.
+- docs/reliability.md: what was found under faults on real engines, from `data/benchmarks/faults_real.csv`, and
+  the laws of simulation; docs/faults.md: the kinds of faults and the invariants.
 - docs/validation.md and data/validation/README.md: what `tools.validation` says, figures of
   reports, and big models.
 - docs/validation.md: whole servers beside AISimulate, from `data/benchmarks/scorecard.csv`.
@@ -50,7 +49,7 @@ from pdsim.recipes import known
 from pdsim.results.schema import INSTANTS, LIVE, OPTIONAL, REQUESTS, SAMPLES, TRANSFERS, Column
 from pdsim.verify.invariants import INVARIANTS
 from pdsim.verify.laws import LAWS
-from tools import faults_model, faults_real, fuzz, scorecard, validation
+from tools import faults_model, faults_real, scorecard, validation
 from tools.big_models import CAUSES
 from tools.tables import markdown, rows
 
@@ -247,7 +246,6 @@ PARTS: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
     "kinds": ("docs/faults.md", lambda: markdown(("kind", "effect"), KINDS_OF_FAULTS.items())),
     "invariants": ("docs/faults.md", lambda: markdown(("invariant", "rule"), INVARIANTS.items())),
     "reached": ("docs/faults.md", faults_model.least),
-    "fuzz": ("docs/reliability.md", fuzz.lines),
     "laws": ("docs/reliability.md", lambda: markdown(("law", "rule"), LAWS.items())),
     "columns": ("docs/results.md", columns),
     "claims": ("docs/reports.md", claims),

@@ -1,20 +1,13 @@
 """Servers that lie: each request ends with a reason, soon, and the run goes on."""
 
 import asyncio
-from collections.abc import Callable, Iterator
 from itertools import repeat
 
 import pytest
 
-from backends.live import client
-from backends.live.http import LiveServer, OpenAiCompletions, SglangGenerate, session
 from backends.live.metrics import Sampler
-from backends.live.routes import Direct, RequestRow
-from pdsim.serving.workload import Request
+from tests.support.answering import OK, SGLANG, listening, served
 
-VLLM = OpenAiCompletions("tiny", ignore_eos=True, continuous=True, request={})
-SGLANG = SglangGenerate(ignore_eos=True, prompts="ids", request={})
-OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
 LONG = b"x" * (1 << 20)
 
 
@@ -23,37 +16,9 @@ def chunk(usage: str, tokens: int = 1) -> bytes:
     return f'data: {{"choices":[{{"text":"a","token_ids":[{ids}]}}],"usage":{{{usage}}}}}\n\n'.encode()
 
 
-def slow(data: bytes) -> Iterator[bytes]:
-    return (bytes([byte]) for byte in data * 100)
-
-
-async def served(answer: Callable[[], Iterator[bytes]], form: OpenAiCompletions | SglangGenerate, pause: float):
-    """Serve one request by a server that answers just this, and read its metrics; return its row."""
-
-    async def lie(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            await reader.readuntil(b"\r\n\r\n")
-            for part in answer():
-                writer.write(part)
-                await writer.drain()
-                await asyncio.sleep(pause)
-        except ConnectionError:
-            pass
-        finally:
-            writer.close()
-
-    listener = await asyncio.start_server(lie, "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-    server, row = LiveServer("server", "server0", url), RequestRow()
-    route = Direct(form, "round_robin", True, [server])
-    async with session(key="", connections=2, connect_timeout=2.0) as opened:
-        slots, start = asyncio.Semaphore(1), asyncio.get_running_loop().time()
-        await client._one(Request(0.0, 3, 4), row, route, opened, b"[1,2,3]", slots, start, 1.0)
-        if pause == 0.0:
-            async with Sampler(opened, [server], 9.0) as sampler:
-                assert sampler.samples == []
-    listener.close()
-    return row
+async def sampled(answer):
+    async with listening([answer]) as (opened, servers), Sampler(opened, servers, 9.0) as sampler:
+        return sampler.samples
 
 
 HUGE = 10**30
@@ -79,19 +44,20 @@ LIES = [
 
 @pytest.mark.parametrize(("answer", "status"), [lie[1:] for lie in LIES], ids=[lie[0] for lie in LIES])
 def test_a_server_that_lies_gives_the_request_a_reason(answer, status):
-    row = asyncio.run(served(answer, VLLM, 0.0))
+    row = asyncio.run(served(answer))
     assert row.status.startswith(status)
     assert len(row.status) < 400
     assert row.tokens <= 9
+    assert asyncio.run(sampled(answer)) == []
 
 
 def test_a_body_that_trickles_ends_at_the_timeout():
-    row = asyncio.run(served(lambda: slow(OK + chunk("")), VLLM, 0.05))
+    row = asyncio.run(served(lambda: (part for byte in (OK + chunk("")) * 9 for part in (bytes([byte]), 0.05))))
     assert row.status == "Timeout: 0 of 4 tokens within 1 s"
 
 
 @pytest.mark.parametrize("count", [str(HUGE), "-1", '"four"', "[4]"])
 def test_what_sglang_counts_is_a_number_of_tokens(count):
     said = f'data: {{"meta_info":{{"completion_tokens":{count},"queue_time":{HUGE}}}}}\n\n'.encode()
-    row = asyncio.run(served(lambda: [OK, said], SGLANG, 0.0))
+    row = asyncio.run(served(lambda: [OK, said], form=SGLANG))
     assert row.status.startswith("Malformed: server0 sent ")
