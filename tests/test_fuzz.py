@@ -13,6 +13,7 @@ import typing
 from contextlib import suppress
 from functools import cache, reduce
 from operator import getitem
+from pathlib import Path
 from types import UnionType
 
 import msgspec
@@ -44,9 +45,9 @@ from pdsim.sim.posting import Fabric
 from pdsim.sim.topology import Topology
 from pdsim.transfer.job import Place
 from tests.support.answering import OK, SGLANG, VLLM, served
+from tests.support.composed import tree
 from tests.support.machines import engine, machine
 from tests.test_config import RULES
-from tools.everything import ROOT
 
 MANY = int(os.environ.get("PDSIM_FUZZ", "0"))
 
@@ -115,19 +116,19 @@ def places(value, at=()):
 
 
 @st.composite
-def changed(draw, tree):
-    """Draw the mapping *tree* with one to three values replaced, left out, or put in under another key."""
-    tree = copy.deepcopy(tree)
+def changed(draw, values):
+    """Draw the mapping *values* with one to three values replaced, left out, or put in under another key."""
+    values = copy.deepcopy(values)
     for _ in range(draw(st.integers(1, 3))):
-        *path, key = draw(st.sampled_from([*places(tree), ("another",)]))
-        inner = reduce(getitem, path, tree)
+        *path, key = draw(st.sampled_from([*places(values), ("another",)]))
+        inner = reduce(getitem, path, values)
         if draw(st.integers(0, 7)) == 0 and len(inner) > 1 and key != "another":
             del inner[key]
         elif isinstance(inner, dict) and draw(st.integers(0, 7)) == 0:
             inner[draw(st.text("abz.\u00e9", max_size=3))] = draw(ODD)
         else:
             inner[key] = draw(ODD)
-    return tree
+    return values
 
 
 # --- messages
@@ -203,7 +204,7 @@ TRACES = (
 SAMPLES = (
     "# kind: measured\npattern,blocks,size,seconds,per_job,held\npair,1,4096,1e-5,1e-5 2e-5,0\nincast:2,8,1,3,,1\n"
 )
-OUTPUTS = [path.read_text("utf-8") for path in sorted((ROOT / "tests/calibration/outputs").iterdir())]
+OUTPUTS = [path.read_text("utf-8") for path in sorted((Path(__file__).parent / "calibration/outputs").iterdir())]
 
 
 @pytest.mark.slow
@@ -258,16 +259,9 @@ TREES = (
 )
 
 
-@cache
-def composed(words):
-    line = compose.CommandLine(words=tuple(words.split()))
-    with compose.initialized(line):
-        return compose.plain(line, line.words)
-
-
 @pytest.mark.slow
 @inputs(150)
-@given(st.sampled_from(TREES).flatmap(lambda words: changed(composed(words))))
+@given(st.sampled_from(TREES).flatmap(lambda words: changed(tree(*words.split()))))
 def test_any_values_are_a_configuration_or_refused(values):
     refused_in_one_line(load, values)
 
