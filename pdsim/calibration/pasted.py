@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What users paste beside slow transfers, and which cause of `pdsim.calibration.diagnosis` each speaks for.
 
-It reads ``nvidia-smi topo -m``, ``ibstat``, ``ibv_devinfo``, lines of UCX (``UCX_LOG_LEVEL=info``,
+It reads ``nvidia-smi topo -m``, ``ibstat``, ``ibv_devinfo -v``, ``show_gids``, lines of UCX (``UCX_LOG_LEVEL=info``,
 ``UCX_PROTO_INFO=y``) and of Mooncake, ``lsmod``, and variables, wherever they are in a text.
 """
 
@@ -18,7 +18,8 @@ _SPEEDS = (10, 25, 40, 50, 56, 100, 200, 400, 800, 1600)  # Gb/s
 _VARIABLE = re.compile(r"\b((?:UCX|MC|NIXL|NCCL)_[A-Z0-9_]+)=['\"]?([^\s'\";]*)")
 _CHOICE = re.compile(r"(?:UCX_NET_DEVICES=|MC_MS_FILTERS=|ib-device[= ]|device_name[= ])['\"]?([\w:,]+)")
 SIGN = re.compile(
-    r"(?m)^\s*GPU0\s+(?:GPU1|NIC|mlx)|^\s*CA '|hca_id:|\.\.inf\s*\||ep_cfg\[|\b(?:UCX|MC)_[A-Z_]+=|^I\d{4} |lsmod"
+    r"(?m)^\s*GPU0\s+(?:GPU1|NIC|mlx)|^\s*CA '|hca_id:|^DEV\s+PORT\s+INDEX\s+GID|\.\.inf\s*\||ep_cfg\[|"
+    r"\b(?:UCX|MC)_[A-Z_]+=|^I\d{4} |lsmod"
 )
 """What shows that a text is of one of these tools."""
 
@@ -45,7 +46,7 @@ def facts(text: str, hw: Machine, local: bool) -> list[Fact]:
         [Fact("not over NVLink", f"UCX_TLS={tls}")] if not _maps(tls := variables(text).get("UCX_TLS", "")) else []
     )
     if not local:
-        said += _ports(text, named, hw)
+        said += [*_ports(text, named, hw), *_gids(text, named)]
     elsewhere = "slow GPU memory" if local else "not over NVLink"
     return [fact for fact in dict.fromkeys(said) if fact.cause != elsewhere]
 
@@ -107,6 +108,39 @@ def _ports(text: str, named: set[str], hw: Machine) -> Iterator[Fact]:
     if 0 < fastest < wanted:
         slow = ", ".join(name for name, rate in up.items() if rate == fastest)
         yield Fact("slow wire", f"{slow} at {fastest:g} Gb/s, hw.nic.rate is of {wanted}", wanted / fastest)
+
+
+_SHOWN = re.compile(
+    r"(?m)^(\w+)[ \t]+\d+[ \t]+(\d+)[ \t]+([\da-f:]{3,})[ \t]+(?:(?:\d+\.){3}\d+[ \t]+)?[vV]([12])\b"
+)
+_LISTED = re.compile(r"hca_id:\s*(\w+)|GID\[\s*(\d+)\]:\s*([\da-f:.]+),\s*RoCE v([12])")
+
+
+def _gids(text: str, named: set[str]) -> Iterator[Fact]:
+    # By themselves UCX and Mooncake take a RoCE v2 address of IPv4, if there is one.  v1 is not routed, and switches
+    # cannot mark its packets (ECN); a link-local address reaches no other subnet.
+    tables, device = dict[str, dict[int, tuple[str, str]]](), ""
+    rows = [match.groups() for match in _SHOWN.finditer(text)]
+    for name, *row in (match.groups() for match in _LISTED.finditer(text)):
+        device = name or device
+        rows += [(device, *row)] if row[0] else []
+    for name, index, address, version in rows:
+        if not named or name in named:
+            tables.setdefault(name, {})[int(index)] = address, version
+    chosen = [(key, value) for key, value in variables(text).items() if key in ("UCX_IB_GID_INDEX", "MC_GID_INDEX")]
+    for name, table in tables.items():
+        routed = [index for index, (address, version) in table.items() if version == "2" and "ffff:" in address]
+        better = f"; {routed[0]} is v2 of IPv4" if routed else ""
+        if not chosen and all(version == "1" for _, version in table.values()):
+            yield Fact("slow wire", f"{name} has GIDs of RoCE v1 alone, not routed or marked (ECN)")
+        for variable, index in chosen:
+            address, version = table.get(int(index), ("", "")) if index.isdecimal() else ("", "2")
+            if not version:
+                yield Fact("slow wire", f"{variable}={index}, which {name} does not have{better}")
+            elif version == "1":
+                yield Fact("slow wire", f"{variable}={index} of {name} is RoCE v1, not routed or marked{better}")
+            elif address.startswith("fe80") and routed:
+                yield Fact("slow wire", f"{variable}={index} of {name} is link-local{better}")
 
 
 def _maps(transports: str) -> bool:

@@ -57,6 +57,22 @@ hca_id: mlx5_bond_0
                         active_speed:           25.0 Gbps (32)
                         GID[  3]:               ::ffff:192.0.2.12, RoCE v2
 """
+# show_gids; and the same of ibv_devinfo -v
+GIDS = """\
+DEV     PORT    INDEX   GID                                     IPv4            VER     DEV
+---     ----    -----   ---                                     ------------    ---     ---
+mlx5_0  1       0       fe80:0000:0000:0000:0a3d:0aff:fe3d:0001                 v1      eth0
+mlx5_0  1       1       fe80:0000:0000:0000:0a3d:0aff:fe3d:0001                 v2      eth0
+mlx5_0  1       3       0000:0000:0000:0000:0000:ffff:c000:020c 192.0.2.12      v2      eth0
+mlx5_1  1       0       fe80:0000:0000:0000:0a3d:0aff:fe3d:0002                 v1      eth1
+"""
+VERBOSE = """\
+hca_id: mlx5_0
+                        state:                  PORT_ACTIVE (4)
+                        GID[  0]:               fe80::a3d:aff:fe3d:1, RoCE v1
+                        GID[  1]:               fe80::a3d:aff:fe3d:1, RoCE v2
+                        GID[  3]:               ::ffff:192.0.2.12, RoCE v2
+"""
 LANES = "parser.c:1916 UCX  INFO  UCX_* env variables: UCX_LOG_LEVEL=info\nucp_worker.c:1867 UCX INFO ep_cfg[2]: "
 TABLE = """\
 | perftest cfg#1 | remote memory write by ucp_put*(multi) from cuda/GPU0 to cuda/GPU1 |
@@ -76,6 +92,43 @@ TABLES = """\
    | 16516..inf | multi-frag copy-in | tcp/lo        |
 """
 EMULATED = "UCX chose software emulation, "
+
+
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [
+        ("", ["mlx5_1 has GIDs of RoCE v1 alone, not routed or marked (ECN)"]),
+        ("UCX_NET_DEVICES=mlx5_0:1\n", []),
+        ("UCX_NET_DEVICES=mlx5_0:1\nUCX_IB_GID_INDEX=auto\n", []),
+        ("UCX_NET_DEVICES=mlx5_0:1\nMC_GID_INDEX=3\n", []),
+        (
+            "UCX_IB_GID_INDEX=0\n",
+            [
+                "UCX_IB_GID_INDEX=0 of mlx5_0 is RoCE v1, not routed or marked; 3 is v2 of IPv4",
+                "UCX_IB_GID_INDEX=0 of mlx5_1 is RoCE v1, not routed or marked",
+            ],
+        ),
+        (
+            "MC_GID_INDEX=1\n",
+            [
+                "MC_GID_INDEX=1 of mlx5_0 is link-local; 3 is v2 of IPv4",
+                "MC_GID_INDEX=1, which mlx5_1 does not have",
+            ],
+        ),
+    ],
+)
+def test_the_index_of_a_gid_is_judged_by_its_table(before, said):
+    assert [one.what for one in facts(before + GIDS, HW, local=False)] == said
+    assert not facts(before + GIDS, HW, local=True)
+
+
+def test_both_tools_list_the_same_gids():
+    same = {
+        one.what
+        for text in (VERBOSE, GIDS)
+        for one in facts(f"UCX_NET_DEVICES=mlx5_0\nUCX_IB_GID_INDEX=0\n{text}", HW, local=False)
+    }
+    assert same == {"UCX_IB_GID_INDEX=0 of mlx5_0 is RoCE v1, not routed or marked; 3 is v2 of IPv4"}
 
 
 @pytest.mark.parametrize(
