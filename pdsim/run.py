@@ -147,10 +147,11 @@ def recovered(folder: Path) -> bool:
     experiment = plugins.resolve(plugins.EXPERIMENTS, config.experiment.name)
     partial = getattr(experiment, "partial", None)
     own = {"folder": folder} if getattr(experiment, "KEEPS_FILES", False) else {}
-    result = None if partial is None else partial(config, *(entries(folder / name) for name in JOURNALS), **own)
+    with _kept_warnings() as warned:
+        result = None if partial is None else partial(config, *(entries(folder / name) for name in JOURNALS), **own)
     if result is None:
         return False
-    Run(config, left=folder).write_partial(result)
+    Run(config, left=folder).write_partial(replace(result, notes=[*result.notes, *warned]))
     return True
 
 

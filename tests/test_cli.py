@@ -98,6 +98,9 @@ hw=8xh20 seed=1 -> did you mean pdsim run hw=8xh20 seed=1?
 run --shell-completion -> unknown option --shell-completion; keys are written KEY=VALUE, without dashes;
 run --hw 8xh20 -> unknown option --hw; write hw=8xh20, or see pdsim run --help
 run workload.isl=1024 -> unknown key workload.isl; did you mean workload.input_mean?
+run tp=4 -> unknown key tp; did you mean parallel.prefill.tp or parallel.decode.tp?
+run parallel.mem_fraction_static=0.8 -> did you mean scheduler.memory_fraction?
+version -> unknown command 'version'; did you mean --version?
 help concurrency -> no command and no key 'concurrency'; did you mean workload.users?
 show -> show needs the folder of a run, such as one in results; see pdsim show --help
 show nowhere -> nowhere is not a folder; name the folder of a run

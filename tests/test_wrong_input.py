@@ -92,16 +92,17 @@ def test_wrong_input_is_one_line_status_two_and_nothing_written(pdsim_says, tmp_
     ("content", "said"),
     [
         (b"", "hw.name, hw.vendor, hw.nodes, hw.gpus, hw.gpu, hw.interconnect, hw.nic, hw.host are missing"),
-        (b"\xff\xfe\0", "a configuration file is not text in UTF-8: 'utf-8' codec can't decode byte 0xff"),
-        (b"name: [", "a configuration file is not YAML: while parsing a flow"),
+        (b"\xff\xfe\0", "{mine} is not text in UTF-8: 'utf-8' codec can't decode byte 0xff"),
+        (b"name: [", "{mine} is not YAML: while parsing a flow node"),
     ],
 )
 def test_a_file_that_is_no_configuration_is_one_line(capfd, tmp_path, content, said):
     (tmp_path / "hw").mkdir()
-    (tmp_path / "hw" / "mine.yaml").write_bytes(content)
+    mine = tmp_path / "hw" / "mine.yaml"
+    mine.write_bytes(content)
     assert main(["run", "--config-dir", str(tmp_path), "hw=mine"]) == 2
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith(f"pdsim: {said}")
+    assert line.startswith(f"pdsim: {said.format(mine=mine)}")
 
 
 @pytest.mark.parametrize(

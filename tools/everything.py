@@ -24,8 +24,9 @@ import pdsim
 from pdsim.calibration import importers
 from pdsim.cli import help as usage
 from pdsim.config import Config, ExperimentOptions
-from pdsim.config.keys import dataclasses_in, type_of
+from pdsim.config.keys import type_of
 from pdsim.core import plugins
+from pdsim.core.errors import dataclasses_in
 from pdsim.kv.policy import Policy
 from pdsim.results.kept import KeptRun
 from tools.refit import WHAT

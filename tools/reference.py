@@ -43,6 +43,7 @@ from experiments.reports.report_points import ReportPoint, committed
 from pdsim.config import Config, ExperimentOptions, keys
 from pdsim.config.keys import Key
 from pdsim.core import plugins
+from pdsim.core.errors import dataclasses_in
 from pdsim.core.files import data
 from pdsim.kv.policy import Policy
 from pdsim.recipes import known
@@ -284,7 +285,7 @@ def _classes() -> dict[type, list[str]]:
         cls, prefix = waiting.pop(0)
         for name, kind in typing.get_type_hints(cls).items():
             key = f"{prefix}.{name}".strip(".")
-            for each in () if name in ELSEWHERE else keys.dataclasses_in(kind):
+            for each in () if name in ELSEWHERE else dataclasses_in(kind):
                 classes.setdefault(each, []).append(key)
                 waiting.append((each, key))
     classes[Policy] = ["backend.policy"]

@@ -25,7 +25,7 @@ import pdsim
 from pdsim.cli import help as usage
 from pdsim.cli.process import begun, only_json, terminable
 from pdsim.core import plugins
-from pdsim.core.errors import ConfigError, PdsimError, instead, near
+from pdsim.core.errors import ConfigError, PdsimError, instead, near, within
 from pdsim.core.files import data, printable
 
 if TYPE_CHECKING:
@@ -113,13 +113,12 @@ def _help_of_key(name: str, words: Sequence[str]) -> str:
             0, f"{group}= chooses one of {', '.join(plugins.options(group))}; pdsim list {group} describes them"
         )
     if not lines:
-        from pdsim.serving.settings import ELSEWHERE
+        from pdsim.config import Config
+        from pdsim.serving.settings import ELSEWHERE, NO_KEYS
 
         known = [*usage.COMMANDS, *plugins.groups(), *(key.name for key in keys.known())]
         last = name.rpartition(".")[2]
-        last = ELSEWHERE.get(last, last)
-        same = [key for key in known if key.rpartition(".")[2] == last]  # the right name in another group
-        hint = f"did you mean {' or '.join(same[:4])}? " if same else near(name, known)
+        hint = within(ELSEWHERE.get(last, last), Config, NO_KEYS) or near(name, known)
         raise ConfigError(f"no command and no key {name!r}; {hint}see pdsim --help, or pdsim help hw")
     return "\n".join(lines)
 
@@ -131,7 +130,7 @@ def _unknown(command: str, words: Sequence[str]) -> str:
     for group in ("experiment", "hw"):
         if command in plugins.options(group):
             return f"{command!r} is not a command; did you mean pdsim run {group}={command}?"
-    return f"unknown command {command!r}; {instead(command, usage.COMMANDS)}; see pdsim --help"
+    return f"unknown command {command!r}; {instead(command, (*usage.COMMANDS, '--help', '--version'))}"
 
 
 def _run(words: Sequence[str]) -> int:

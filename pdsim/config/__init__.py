@@ -28,7 +28,7 @@ from pdsim.calibration.definition import Calibration, drawn, on_host
 from pdsim.compute.forward import Compute
 from pdsim.config import presets
 from pdsim.core import plugins
-from pdsim.core.errors import ConfigError, instead, near
+from pdsim.core.errors import ConfigError, instead, near, within
 from pdsim.core.units import Seconds, instead_of, is_number, parse_time
 from pdsim.hardware.costs import Collective, Engine, EngineModel, Jitter, OptionCosts
 from pdsim.hardware.machine import EVIDENCE, Machine
@@ -36,7 +36,7 @@ from pdsim.kv.policy import Policy
 from pdsim.models.llm import Llm, Parallel
 from pdsim.serving.autoscale import Autoscale
 from pdsim.serving.failures import Failures
-from pdsim.serving.settings import ELSEWHERE, Cache, Kv, Live, SchedulerLimits, ServingEngine, Slo, Workload
+from pdsim.serving.settings import ELSEWHERE, NO_KEYS, Cache, Kv, Live, SchedulerLimits, ServingEngine, Slo, Workload
 
 
 def _address(text: object) -> str:
@@ -178,9 +178,8 @@ def build(cls: type[T], values: object, at: str = "", known: Known | None = None
     hints = hints_of(cls)  # type: ignore[arg-type]  # a class is hashable
     if "sources" in hints:
         values = _gathered(values)
-    problems = [_unknown(str(key), list(hints), at) for key in values if key not in hints]
-    made: dict[str, Any] = {}
-    missing: list[str] = []
+    problems = [_unknown(str(key), cls, at) for key in values if key not in hints]
+    made, missing = dict[str, Any](), list[str]()
     for each in fields(cls):  # type: ignore[arg-type]  # typing has no public name for a dataclass
         key = join(at, each.name)
         if each.name in values:
@@ -303,8 +302,9 @@ def required(field: Field[Any]) -> bool:
     return field.default is MISSING and field.default_factory is MISSING
 
 
-def _unknown(key: str, names: Sequence[str], at: str) -> str:
-    hint = near(ELSEWHERE.get(key, key), names, join(at, "{}"))
+def _unknown(key: str, cls: type, at: str) -> str:
+    name, names = ELSEWHERE.get(key, key), list(hints_of(cls))
+    hint = (name not in names and within(name, Config, NO_KEYS)) or near(name, names, join(at, "{}"))
     schema = "; all keys: pdsim list hw --schema" if at.partition(".")[0] == "hw" else ""
     return f"unknown key {join(at, key)}; {hint}{at or 'a configuration'} has {', '.join(names)}{schema}"
 

@@ -159,10 +159,18 @@ def _bound_files() -> None:
     from hydra._internal.core_plugins.file_config_source import FileConfigSource
     from hydra._internal.sources_registry import SourcesRegistry
     from hydra.core.plugins import Plugins
+    from yaml import YAMLError  # type: ignore[import-untyped]  # comes with omegaconf, its stubs do not
 
     class BoundedSource(FileConfigSource):
         def load_config(self, config_path: str) -> Any:
-            yaml_text(Path(self.path) / self._normalize_file_name(config_path))
+            path = Path(self.path) / self._normalize_file_name(config_path)
+            try:
+                yaml_text(path)
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"{path} is not text in UTF-8: {error}; save it as such") from error
+            except YAMLError as error:
+                text = " ".join(str(error).split()).replace('in "<unicode string>",', "at")
+                raise ConfigError(f"{path} is not YAML: {text}; correct it") from error
             return super().load_config(config_path)
 
     Plugins.instance()  # it registers Hydra's own sources, once
@@ -428,7 +436,6 @@ def explain(error: BaseException) -> str | None:
     """Return a user's message for *error*, which Hydra raised in a composition; None if it is no refusal."""
     from hydra.errors import HydraException, MissingConfigException, OverrideParseException
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-    from yaml import YAMLError  # type: ignore[import-untyped]  # comes with omegaconf, its stubs do not
 
     if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
         return _missing(error.missing_cfg_file, error.options)
@@ -437,15 +444,11 @@ def explain(error: BaseException) -> str | None:
             "a value with blanks, commas, brackets, quotes or = needs quotes of its own within those of the shell"
         )
         return f"{error.override.lstrip('+')}: {needs}, as in 'key=\"a, b\"'"
-    if isinstance(error, UnicodeDecodeError):
-        return f"a configuration file is not text in UTF-8: {error}; save it as such"
-    if not isinstance(error, HydraException | OmegaConfBaseException | YAMLError):
+    if not isinstance(error, HydraException | OmegaConfBaseException):
         return None
     text = " ".join(str(error).split())
     if match := re.search(r"Ambiguous value for argument '(.*?)' 1\. To use", text):
         return f"{match[1].lstrip('+')} names several values; pdsim sweep runs one point for each"
-    if isinstance(error, YAMLError):
-        return f"a configuration file is not YAML: {text}; correct it"
     if match := re.fullmatch(r"(.*?) full_key: (\S+) object_type=\w+", text):  # of OmegaConf
         what = "it has no value yet" if isinstance(error, MissingMandatoryValue) else match[1]
         return f"{match[2]}: {what}; write {match[2]}=VALUE, or name another key in full, as ${{kv.page_size}}"

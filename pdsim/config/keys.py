@@ -15,8 +15,10 @@ from typing import Any
 
 from pdsim.config import Config, ExperimentOptions, as_written, covers, hints_of, join, presets, quantities
 from pdsim.core import plugins
+from pdsim.core.errors import dataclasses_in
 from pdsim.core.units import format_rate, format_size, format_time, is_number
 from pdsim.kv.policy import Policy
+from pdsim.serving.settings import NO_KEYS
 
 _KINDS = {
     "Seconds": "time", "Size": "size", "Rate": "rate", "Flops": "FLOPS", "Count": "count", "Frequency": "per second",
@@ -26,8 +28,6 @@ _FORMATS: dict[str, Any] = {
     "time": format_time, "size": format_size, "rate": format_rate, "per second": "{:.12g} /s".format,
     "FLOPS": lambda value: f"{value / 1e12:.12g} TFLOPS",
 }  # fmt: skip
-_ELSEWHERE = ("experiment", "policy", "calibration", "sources")
-"""Fields without keys here: experiments and policies are walked by themselves, programs write the others."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def of(cls: type, at: str = "", within: bool = True) -> Iterator[Key]:
     meanings, hints = _comments(cls), hints_of(cls)
     for field in fields(cls):
         key, hint = join(at, field.name), hints[field.name]
-        if field.name in _ELSEWHERE:
+        if field.name in NO_KEYS:
             continue
         if inner := dataclasses_in(hint):
             for each in inner if within else ():
@@ -117,13 +117,6 @@ def of(cls: type, at: str = "", within: bool = True) -> Iterator[Key]:
             kind = _kind(field)
             default = presets.AUTO if key in presets.KEYS else _default(field, kind)
             yield Key(key, kind, _rule(hint), default, meanings.get(field.name, ""))
-
-
-def dataclasses_in(kind: Any) -> list[type]:
-    """Return the dataclasses that the annotation *kind* names."""
-    if isinstance(kind, type) and is_dataclass(kind):
-        return [kind]
-    return [each for argument in typing.get_args(kind) for each in dataclasses_in(argument)]
 
 
 def type_of(field: Field[Any]) -> str:

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors of the model and of real engines: a `PdsimError`, of a transfer a `TransferError`; words for messages."""
 
-from collections.abc import Iterable
+import typing
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 __all__ = [
     "BackendUnavailable", "ConfigError", "InvalidBatch", "MessageError", "NeverPaused", "OutOfMemory", "PdsimError",
     "PeerLost", "RegistrationError", "RunWarning", "SendQueueFull", "TransferError", "TransferFailed",
-    "TransferTimeout", "instead", "near",
+    "TransferTimeout", "dataclasses_in", "instead", "near", "within",
 ]  # fmt: skip
 
 
@@ -91,3 +94,29 @@ def instead(word: str, known: Iterable[str], template: str = "{}") -> str:
     every = list(known)
     hint = near(word, every, template)
     return f"{hint}{'There' if hint else 'there'} are {', '.join(every)}"
+
+
+def within(name: str, cls: type, without: Sequence[str] = ()) -> str:
+    """Return a question about the fields called *name* in the dataclasses within *cls*, or nothing if there is none.
+
+    Fields called as one of *without* are left out.
+    """
+
+    def walk(cls: type, at: str) -> Iterator[str]:
+        hints = typing.get_type_hints(cls, include_extras=True)
+        for field in fields(cls):
+            if field.name not in without:
+                if field.name == name:
+                    yield at + name
+                for inner in dataclasses_in(hints[field.name]):
+                    yield from walk(inner, f"{at}{field.name}.")
+
+    found = sorted(dict.fromkeys(walk(cls, "")), key=lambda each: each.count("."))  # the least nested first
+    return f"did you mean {' or '.join(found[:4])}? " if found else ""
+
+
+def dataclasses_in(kind: Any) -> list[type]:
+    """Return the dataclasses that the annotation *kind* names."""
+    if isinstance(kind, type) and is_dataclass(kind):
+        return [kind]
+    return [each for argument in typing.get_args(kind) for each in dataclasses_in(argument)]

@@ -65,8 +65,11 @@ def whole(path: Path, most: int = _WHOLE) -> bytes:
 
 
 def text(path: Path, most: int = _WHOLE) -> str:
-    """Return the text of *path*, UTF-8 with any line endings.  Raise as `whole`, and a `UnicodeDecodeError`."""
-    return whole(path, most).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+    """Return the text of *path*, UTF-8 with any line endings and with or without a byte order mark.
+
+    Raise as `whole`, and a `UnicodeDecodeError`.
+    """
+    return whole(path, most).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def table(path: Path, way_out: str) -> tuple[dict[str, str], list[dict[str, str]]]:

@@ -178,7 +178,8 @@ def _content(path: Path, name: str) -> dict[str, Any]:
         content = json.loads(files.text(path))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"model={name}: {path} cannot be read: {error}; name a folder with a config.json"
+            f"model={name}: {path} cannot be read: {getattr(error, 'strerror', None) or error}; "
+            "name a folder with a config.json"
         ) from None
     if not isinstance(content, dict):
         raise ConfigError(f"model={name}: {path} has no keys; name the config.json of a language model")

@@ -15,9 +15,8 @@ from string import ascii_uppercase
 from typing import Any
 
 from pdsim.config import Config, hints_of
-from pdsim.config.keys import dataclasses_in
 from pdsim.core import units
-from pdsim.core.errors import ConfigError
+from pdsim.core.errors import ConfigError, dataclasses_in
 from pdsim.results import schema
 from pdsim.results.kept import SloLimits, met
 from pdsim.results.record import Table

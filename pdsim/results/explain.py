@@ -129,7 +129,7 @@ def _sentences(name: str, a: _Means, b: _Means) -> Iterator[str]:
         if part not in a or part not in b:
             continue
         first, second = sum(a[part].values()), sum(b[part].values())
-        if abs(second - first) <= 1e-9 * first:
+        if abs(second - first) < 5e-4 * first:
             same = f"{what} in the same time" if part == "request" else f"the same time for {what}"
             yield f"{name} {verb} {same}, {format_time(second)} in the mean"
         elif part == "request":

@@ -225,6 +225,9 @@ def load(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{folder} is not a folder; name the folder of a run, such as one in results")
     missing = [name for name in FILES if not (folder / name).is_file()]
     if missing or (folder.name.endswith(INCOMPLETE) and not any((folder / name).is_file() for name in JOURNALS)):
+        runs = sorted(folder.glob("*/run.json"), key=lambda path: path.stat().st_mtime)
+        if runs:
+            raise ConfigError(f"{folder} has runs within; name one of them, such as the newest, {runs[-1].parent}")
         what = "is marked incomplete" if not missing else f"has no {', '.join(missing)}"
         raise ConfigError(f"{folder} {what}: a complete run is needed, such as any folder without {INCOMPLETE}")
     about, summary = schema.read_about(folder / "run.json"), schema.read_summary(folder / "summary.json")

@@ -391,10 +391,11 @@ def brief_lines(run: Mapping[str, Any], folder: Path, *, page: bool = False) -> 
         yield _NO_EVIDENCE
     elif "ttft_p50_s" in metrics:
         yield from (note for note in run["notes"] if note.startswith(_FIRST))
-        yield _verdict(metrics, schema.read_configuration(folder / "config.yaml"))
+        config = schema.read_configuration(folder / "config.yaml")
+        yield _verdict(metrics, config)
         yield from () if page else _latencies(metrics)
         yield from (note for note in run["notes"] if note.startswith("TTFT: "))
-        yield from _bound(run, metrics, shares, most)
+        yield from _bound(run, metrics, {} if config.get("workload.tenants") else config, shares, most)
     elif not page:
         yield from _measured(run)
     failures = run["failures"]
@@ -421,10 +422,10 @@ def program() -> str:
 def share(value: float) -> str:
     """Return *value*, a share of one, for people.
 
-    >>> share(0.9412), share(0.0003), share(0.0), share(1e-9)
+    >>> share(0.9412), share(0.0003), share(-0.0), share(1e-9)
     ('94.1 %', '0.03 %', '0.0 %', '< 0.001 %')
     """
-    percent = 100.0 * value
+    percent = 100.0 * value + 0.0  # no -0.0
     if 0.0 < percent < 0.001:
         return "< 0.001 %"
     return f"{percent:.1f} %" if percent >= 10 or not percent else f"{percent:.2g} %"
@@ -481,7 +482,11 @@ def _latencies(metrics: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _bound(
-    run: Mapping[str, Any], metrics: Mapping[str, Any], shares: Mapping[str, float], most: str
+    run: Mapping[str, Any],
+    metrics: Mapping[str, Any],
+    limits: Mapping[str, Any],
+    shares: Mapping[str, float],
+    most: str,
 ) -> Iterator[str]:
     used = [
         f"{what} {share(alike(of)[0][-1])}"
@@ -490,13 +495,30 @@ def _bound(
     ]
     if shares[most]:
         others = [f"{name} {share(value)}" for name, value in shares.items() if name != most and value >= 5e-4]
-        cause = most
-        if most == "compute":  # after the first token all of it is decode
-            e2e, ttft = (metrics.get(f"{name}_avg_s") or 0.0 for name in ("e2e", "ttft"))
-            cause = "decode" if 2 * (e2e - ttft) > shares[most] * e2e else "prefill"
-        yield f"bound by {', '.join([f'{most} {share(shares[most])}', *others, *used])}; {_BOUND[cause]}"
+        causes = ", ".join([f"{most} {share(shares[most])}", *others, *used])
+        yield f"bound by {causes}; {_hint(metrics, limits, shares, most)}"
     elif used:
         yield f"use: {', '.join(used)}"
+
+
+def _hint(metrics: Mapping[str, Any], limits: Mapping[str, Any], shares: Mapping[str, float], most: str) -> str:
+    # About the first token where that alone misses the SLO, else about the whole request.
+    whole, first = (metrics.get(f"{name}_avg_s") or 0.0 for name in ("e2e", "ttft"))
+    decode = whole - first  # after the first token all is decode
+    prefill = shares["compute"] * whole - decode
+    if (metrics.get("slo_attainment") or 0.0) < GOAL and _misses(metrics, limits) == ["ttft"]:
+        times = {name: share * whole for name, share in shares.items() if name != "compute"} | {"prefill": prefill}
+        return f"TTFT is too long, as {_BOUND[max(times, key=lambda name: times[name])]}"
+    if most == "compute":
+        most = "decode" if decode > prefill else "prefill"
+    return _BOUND[most]
+
+
+def _misses(metrics: Mapping[str, Any], limits: Mapping[str, Any]) -> list[str]:
+    # by the highest percentile that there are requests for
+    tails = {name: [metrics.get(f"{name}_{q}_s") for q in ("p99", "p90", "p50")] for name in ("ttft", "tpot")}
+    known = {name: next((value for value in tail if value is not None), 0.0) for name, tail in tails.items()}
+    return [name for name, value in known.items() if value > limits.get(f"slo.{name}", math.inf)]
 
 
 def _measured(run: Mapping[str, Any]) -> Iterator[str]:

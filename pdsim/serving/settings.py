@@ -24,8 +24,13 @@ from pdsim.core.units import (
 ELSEWHERE = {
     "isl": "input_mean", "osl": "output_mean", "qps": "rate", "request_rate": "rate", "num_prompts": "count",
     "concurrency": "users", "max_concurrency": "users", "block_size": "page_size", "tensor_parallel_size": "tp",
+    "chunked_prefill_size": "chunk", "max_num_batched_tokens": "chunk", "max_num_seqs": "decode_batch",
+    "max_running_requests": "decode_batch", "gpu_memory_utilization": "memory_fraction",
+    "mem_fraction_static": "memory_fraction", "max_model_len": "context",
 }  # fmt: skip
 """What keys are called in servers and their load generators, and here."""
+NO_KEYS = ("experiment", "policy", "calibration", "sources")
+"""Fields whose own are no keys: those of experiments and policies are found otherwise, programs write the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -165,7 +165,7 @@ def read_trace(path: Path, context: int) -> Iterator[Request]:
     for times that decrease, and for more than *context* tokens.
     """
     try:
-        with open(path, encoding="utf-8", opener=regular) as file:
+        with open(path, encoding="utf-8-sig", opener=regular) as file:
             yield from _parsed(path, iter(lambda: file.readline(_LINE + 1), ""), context)
     except OSError as error:
         raise ConfigError(f"workload.trace={path} cannot be read: {error.strerror}; name a file that can") from error

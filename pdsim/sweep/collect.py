@@ -155,7 +155,11 @@ def _table(table: pa.Table, folder: Path) -> Table:
         columns.append((place, name, field.metadata[b"definition"].decode(), values))
     columns.sort(key=lambda each: each[0])
     rows = list(zip(*(values for *_, values in columns), strict=True))
-    return Table(f"{table.num_rows} points in {folder}", {name: text for _, name, text, _ in columns}, rows)
+    return Table(
+        f"{table.num_rows} point{'s' * (table.num_rows != 1)} in {folder}",
+        {name: text for _, name, text, _ in columns},
+        rows,
+    )
 
 
 def swept(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> list[str]:

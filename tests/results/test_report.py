@@ -133,6 +133,14 @@ def test_compute_is_that_of_the_side_that_takes_longer(config, e2e, cause):
     assert f"; {cause}: " in text
 
 
+@pytest.mark.parametrize(("part", "cause"), [("transfer", "KV arrives late"), ("queueing", "requests wait")])
+def test_a_missed_ttft_names_what_takes_most_of_it(config, part, cause):
+    shares = {"share_queueing": 0.0, "share_compute": 0.7, f"share_{part}": 0.3}
+    metrics = served(**shares, ttft_avg_s=4.0, e2e_avg_s=10.0, ttft_p99_s=6.0, tpot_p99_s=0.01, slo_attainment=0.9)
+    text = printed(Run(config).finish(make_result(summary=metrics, tables=[])), verbose=False)
+    assert f"; TTFT is too long, as {cause}" in text
+
+
 def test_any_other_run_has_its_first_table_and_omissions(config):
     rows = [["pair", number * 1.5] for number in range(10)]
     table = Table("Points", {"pattern": "who sends to whom", "B/W": "GB/s"}, rows)

@@ -95,7 +95,7 @@ def test_a_run_from_a_kept_configuration_gives_the_same_result(tmp_path, pdsim_s
     assert again | {"folder": first["folder"]} == first
 
 
-SERVED = ["hw=8xh200", "workload=poisson", "workload.count=60", "workload.rate=20", "workload.input_mean=300"]
+SERVED = ["hw=8xh200", "workload=poisson", "workload.count=60", "workload.rate=20", "workload.input_mean=9000"]
 
 
 class Killed(BaseException):
@@ -124,6 +124,7 @@ def test_a_killed_run_shows_what_it_had_written(tmp_path, monkeypatch, capsys):
     shown = json.loads(capsys.readouterr().out)
     assert shown["failures"] == ["the run ended early: these are 24 of 60 requests, which had ended by then"]
     assert shown["metrics"]["requests"]["value"] == 24
+    assert [note for note in shown["notes"] if "larger sizes are extrapolated" in note]
     kept, every = (pq.read_table(place / "requests.parquet").to_pylist() for place in (folder, whole))
     assert [row | {"path": None} for row in kept] == [every[row["id"]] | {"path": None} for row in kept]
     assert main(["compare", str(folder), str(whole)]) == 0

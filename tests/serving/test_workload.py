@@ -34,6 +34,10 @@ def test_mooncake_timestamps_are_milliseconds_from_the_first_arrival(tmp_path):
     assert {request.hash_ids for request in requests} == {(0, 1)}
 
 
+def test_a_byte_order_mark_of_windows_is_skipped(tmp_path):
+    assert len(load(trace(tmp_path, f"\ufeff{mooncake(1)}"), 0, CONTEXT)) == 1
+
+
 def test_azure_timestamps_keep_their_digits_and_time_zones(tmp_path):
     rows = ("46.6805900,374,44", "50.9951690,396,109", "51.9951691,1,1")
     requests = load(trace(tmp_path, HEADER, *(f"2023-11-16 18:15:{row}" for row in rows)), 0, CONTEXT)

@@ -59,7 +59,7 @@ def test_sweeps_of_no_or_one_point_say_so(pdsim_says, tmp_path):
     assert "backend=mori runs on amd machines" in err
     assert list(tmp_path.iterdir()) == []
     status, out, err = pdsim_says("sweep", *QUICK, "seed=1")
-    assert (status, "1 points in" in out) == (0, True)
+    assert (status, "1 point in" in out) == (0, True)
     assert "one point only: no key has several values; write KEY=A,B, as workload.rate=1,2\n" in err
 
 
