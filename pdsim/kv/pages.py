@@ -6,6 +6,7 @@ Owners are rooms; all ranks of an instance use the same numbers.  Unknown here: 
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Container, Sequence
@@ -308,7 +309,7 @@ class FreeQueue(PagePool):
         # first pages of blocks: those from `_head` to `_tail` are free, in their order
         self._order = np.arange(0, (1 if last_first else 2) * pages, block)
         self._head, self._tail = 0, pages // block
-        self._blocks: dict[int, list[Int64s]] = {}  # the same of each owner
+        self._blocks: dict[int, array[int]] = {}  # the same of each owner
 
     def joined(self, pages: Pages, more: Pages) -> Pages:
         """Return *pages* and *more*, which come last."""
@@ -322,8 +323,10 @@ class FreeQueue(PagePool):
         self._count_taken(count)
         block, first = self.block, self._head
         self._head += count // block
-        taken = self._order[first : self._head].copy()
-        self._blocks.setdefault(owner, []).append(taken)
+        taken = self._order[first : self._head]
+        if owner not in self._blocks:
+            self._blocks[owner] = array("q")
+        self._blocks[owner].frombytes(taken.tobytes())
         if count == block:  # as of a request that grows
             return ((int(taken[0]), block),)
         return _runs(taken if block == 1 else np.add.outer(taken, np.arange(block)).ravel())
@@ -332,7 +335,7 @@ class FreeQueue(PagePool):
         """Take the pages of *owner* back: its last page is the first of them to be given out again."""
         self.unused += self.count(owner)
         self._taken_back(owner)
-        blocks = np.concatenate(self._blocks.pop(owner))[::-1]
+        blocks = np.frombuffer(self._blocks.pop(owner), np.int64)[::-1]
         if self._last_first:
             self._head -= len(blocks)
             self._order[self._head : self._head + len(blocks)] = blocks

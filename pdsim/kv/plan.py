@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from itertools import accumulate
-from operator import add, le
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -36,7 +35,6 @@ PATHS = ("grouped", "sliced", "staged", "metadata")
 """
 
 Int64s = npt.NDArray[np.int64]
-Ints = tuple[int, ...]
 Offsets = tuple[Int64s, Int64s, Int64s]  # source, target, size
 
 _AUX_SIZES = np.array(AUX_ROWS, np.int64)
@@ -106,9 +104,15 @@ class Planner:
     def _count(self, runs: Runs, slots: tuple[int, int] | None) -> tuple[int, int] | None:
         # Descriptors and bytes; None if arrays have to say what is wrong.
         descriptors = nbytes = 0
-        if runs:  # in columns: a batch of vLLM has a run for each of hundreds of pages
-            sources, targets, counts = zip(*runs, strict=True)
-            moved = self._count_rows(len(runs), sources, counts, targets, counts)
+        if runs:
+            if len(runs) == 1:  # as most have
+                ((source, target, rows),) = runs
+                if source < 0 or target < 0 or rows < 1:
+                    return None
+                moved = self._planes_of((source + rows, target + rows), 1, rows)
+            else:
+                sources, targets, sizes = _columns(runs, 3)
+                moved = self._count_rows(len(runs), sources, sizes, targets, sizes)
             if moved is None:
                 return None
             descriptors, nbytes = moved
@@ -122,23 +126,32 @@ class Planner:
     def _count_between(self, source: Pages, target: Pages) -> tuple[int, int] | None:
         if not source or not target:
             return None
-        (sources, counts), (targets, others) = zip(*source, strict=True), zip(*target, strict=True)
-        ends = set(accumulate(counts))  # a pair ends where a run of either side does
-        if sum(counts) != sum(others) or min(counts) < 1:
+        (sources, counts), (targets, others) = _columns(source, 2), _columns(target, 2)
+        ends, other_ends = counts.cumsum(), others.cumsum()  # a pair ends where a run of either side does
+        if ends[-1] != other_ends[-1] or counts.min() < 1:
             return None
-        return self._count_rows(len(ends.union(accumulate(others))), sources, counts, targets, others)
+        runs = len({*ends.tolist(), *other_ends.tolist()})
+        return self._count_rows(runs, sources, counts, targets, others)
 
     def _count_rows(
-        self, runs: int, sources: Ints, counts: Ints, targets: Ints, others: Ints
+        self, runs: int, sources: Int64s, counts: Int64s, targets: Int64s, others: Int64s
     ) -> tuple[int, int] | None:
-        starts, stops = sorted(targets), sorted(map(add, targets, others))
-        if min(sources) < 0 or starts[0] < 0 or min(others) < 1 or not all(map(le, stops, starts[1:])):
-            return None  # none begins before the one before it ends, in the order of each
-        ends, rows = (max(map(add, sources, counts)), stops[-1]), sum(others)
-        if not all(section.holds(*ends) for section in self._kv):
-            return None
-        counted = [section.count(runs, rows) for section in self._kv]
-        return sum([count for count, _ in counted]), sum([size for _, size in counted])
+        order = targets.argsort()
+        starts, stops = targets[order], (targets + others)[order]
+        if sources.min() < 0 or starts[0] < 0 or others.min() < 1 or (stops[:-1] > starts[1:]).any():
+            return None  # none begins before the one before it ends
+        return self._planes_of((int((sources + counts).max()), int(stops[-1])), runs, int(others.sum()))
+
+    def _planes_of(self, ends: tuple[int, int], runs: int, rows: int) -> tuple[int, int] | None:
+        # Descriptors and bytes of so many *runs* and *rows* on all planes; None if they *end* outside a pool.
+        descriptors = nbytes = 0
+        for section in self._kv:
+            if not section.holds(*ends):
+                return None
+            count, size = section.count(runs, rows)
+            descriptors += count
+            nbytes += size
+        return descriptors, nbytes
 
     def _arrays(self, runs: Runs, slots: tuple[int, int] | None, state: tuple[Runs, ...]) -> Batch:
         parts = [section.offsets(runs) for section in self._kv] if runs else []
@@ -150,6 +163,10 @@ class Planner:
                 parts += [section.offsets(rows) for section in sections]
         columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
         return Batch(self._source, self._target, *(columns or [np.empty(0, np.int64)] * 3))
+
+
+def _columns(rows: Pages | Runs, width: int) -> Int64s:
+    return np.fromiter(chain.from_iterable(rows), np.int64, width * len(rows)).reshape(-1, width).T
 
 
 planner = lru_cache(maxsize=64)(Planner)

@@ -154,7 +154,9 @@ class KvReader:
         count = sum([count for _, count in message.source])
         for index, source in self.peers.of(message.prefill).items():
             share = self._map.share(index, count) if "kv" in source.components else range(0)
-            here, there = (before(after(side, share.start), len(share)) for side in (message.pages, message.source))
+            here, there = message.pages, message.source
+            if len(share) < count:
+                here, there = (before(after(side, share.start), len(share)) for side in (here, there))
             own = state if source.components != ("kv",) else ()
             if here or own:
                 self._post(room, source, source.planner.between(there, here, own))
