@@ -365,9 +365,17 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Any).decode
 
 
+class Encoded(bytes):
+    """The bytes of *message*, which a receiver in the same process takes as it is."""
+
+    message: KvMessage
+
+
 def encode(message: KvMessage) -> bytes:
     """Return the bytes of *message*."""
-    return _PREFIX + _encode(message)
+    encoded = Encoded(_PREFIX + _encode(message))
+    encoded.message = message
+    return encoded
 
 
 def refusal(reason: str) -> bytes:
@@ -380,10 +388,8 @@ def decode(payload: bytes) -> KvMessage:
 
     Raise a `Refused` if it is a `refusal`, else a `MessageError` that names what was got and expected; nothing else.
     """
-    global _last
-    known, message = _last
-    if payload is known:  # what several modelled ranks are sent is one object
-        return message
+    if isinstance(payload, Encoded):
+        return payload.message
     if not payload or payload[0] != VERSION:
         if payload[:1] == _REFUSAL:
             raise Refused(payload[1:].decode(errors="replace"))
@@ -393,11 +399,7 @@ def decode(payload: bytes) -> KvMessage:
         read: KvMessage = _decode(payload[1:])
     except (msgspec.MsgspecError, ValueError) as error:  # msgspec leaves text that is not UTF-8 to the codec's error
         raise MessageError(f"not a message of schema version {VERSION}: {error}") from None
-    _last = payload, read
     return read
-
-
-_last: tuple[bytes | None, KvMessage] = None, KvMessage()
 
 
 # --- names of ranks ------------------------------------------------------------------------------------------------
