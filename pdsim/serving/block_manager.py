@@ -299,11 +299,14 @@ class PrefixCache:
 
     def insert(self, request: Request) -> None:
         """Hold the prompt of *request*, and evict what is too much."""
-        blocks, capacity = self._blocks, self._capacity
-        last = request.input - (len(request.hash_ids) - 1) * HASHED  # tokens from the start of the last block on
-        for place, block in enumerate(reversed(request.hash_ids)):  # the first is the most recently used
-            blocks[block] = max(blocks.get(block, 0), min(last + place * HASHED, HASHED))
-            if capacity is not None:
+        blocks, capacity, whole = self._blocks, self._capacity, request.input // HASHED
+        for place, block in enumerate(request.hash_ids[whole:], whole):  # at most one, which is held in part
+            blocks[block] = max(blocks.get(block, 0), request.input - place * HASHED)
+            blocks.move_to_end(block)
+        held = request.hash_ids[whole - 1 :: -1] if whole else ()  # the first is the most recently used
+        blocks.update(dict.fromkeys(held, HASHED))
+        if capacity is not None:
+            for block in held:
                 blocks.move_to_end(block)
         while capacity is not None and len(blocks) > capacity:
             blocks.popitem(last=False)

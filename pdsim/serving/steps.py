@@ -328,6 +328,7 @@ class RunningBatch:
         self._growth: float = 0.0  # tokens that all get a step
         self._step = 0  # steps since the start
         self._span: DecodeSpan | None = None  # since `begin`
+        self._told = (math.nan, 0)  # what `end` has said last, and of how many steps
         self._idle_since = 0.0
 
     def __len__(self) -> int:
@@ -360,7 +361,7 @@ class RunningBatch:
         Without a step it looks every `HostCosts.idle` seconds since the last ended; at once if that is 0.
         """
         if self._span is not None:
-            return self._span.end(self._span.steps_until(now))
+            return self.end(self._span.steps_until(now))
         idle = self._host.idle
         if not idle or now <= self._idle_since:
             return max(now, self._idle_since)
@@ -374,7 +375,9 @@ class RunningBatch:
     def advance(self, due: float) -> None:
         """Count the steps until the boundary at *due*, which a wall clock may have passed by now."""
         if self._span is not None:
-            steps = self._span.steps_until(due)
+            told, steps = self._told
+            if told != due:
+                steps = self._span.steps_until(due)
             self._step += steps
             self._context += steps * self._growth
 
@@ -419,7 +422,7 @@ class RunningBatch:
         if self._variation is not None:
             self._variation.forget(self._step)
         self._span = self._spanned(now, self._base(batch))
-        return self._span.end(int(min(self._members[0][0] - self._step, most)))
+        return self.end(int(min(self._members[0][0] - self._step, most)))
 
     def begin_mixed(self, now: float, pieces: Sequence[tuple[int, int]], mean: int = 0, ahead: float = 0.0) -> float:
         """Begin one step that also computes *pieces* of prompts (context, new tokens); return when it ends.
@@ -430,7 +433,7 @@ class RunningBatch:
         self._span = self._spanned(
             now, self.alone([*pieces, (0, batch)] if batch else pieces, mean and mean + batch, ahead)
         )
-        return self._span.end(1)
+        return self.end(1)
 
     def alone(self, pieces: Sequence[tuple[int, int]], mean: int = 0, ahead: float = 0.0) -> float:
         """Return the seconds of a step that computes *pieces* of prompts and no token of the batch.
@@ -447,7 +450,9 @@ class RunningBatch:
     def end(self, steps: int) -> float:
         """Return when so many *steps* since `begin`, which there is, end."""
         assert self._span is not None
-        return self._span.end(steps)
+        end = self._span.end(steps)
+        self._told = end, steps
+        return end
 
     def held(self, start: float, until: float) -> float:
         """Return when the step that could begin at *start* does if the host is busy *until* then.
