@@ -183,6 +183,10 @@ class InstanceRegistry:
         self.awaited.discard(instance)
         return True
 
+    def has_place(self, message: RegisterRank) -> bool:
+        """Return whether the process that sent *message* has the place of its rank."""
+        return self._instances[message.instance].places.get(message.index) == message.started
+
     def introduce(self, prefill: str, decode: str) -> Iterator[tuple[str, ConnectPeer]]:
         """Yield the `ConnectPeer` messages to send, by rank, if these two incarnations have not met."""
         if (prefill, decode) in self._introduced:
@@ -377,8 +381,10 @@ class Membership:
             return
         if self.registry.replaces(message):
             self._lose(message.instance, f"PeerLost: {sender} was started again")
-        self.last_heard[sender] = self._process.clock.now
-        if self.registry.register(message):
+        formed = self.registry.register(message)
+        if self.registry.has_place(message):  # one told to end is not waited for
+            self.last_heard[sender] = self._process.clock.now
+        if formed:
             self._changes_to(message.instance, "formed")
             self._changed()
 

@@ -311,10 +311,7 @@ class InstanceScheduler(Generic[AnyRoom, AnyPages, AnyHandoff]):
 
         What is in its way is then in quarantine, which is waited for `Deployment.deadline` seconds.
         """
-        if others:
-            self.blocked.clear()
-            return False
-        return self.blocked.too_long()
+        return not others and self.blocked.too_long()
 
     def drop(self, incarnation: str) -> None:
         """Fail the requests that need *incarnation*, of the other side, which is given up."""

@@ -84,6 +84,14 @@ def test_restarted_ranks_form_no_instance_with_ended_ones():
     assert outcome.at_rest("prefill0.0", "decode0.0")
 
 
+def test_a_late_registration_makes_nobody_wait_for_its_rank():
+    # prefill0.1 registers at 0.7, when its instance has been given up; its next process, only after 0.7 + a deadline
+    late, killed = Faults(stale=(Stale("prefill0.1", 0.0, 0.001, 0.7),)), {"prefill0.0": 0.8, "prefill0.1": 0.001}
+    restarts = {"prefill0.0": 1.1, "prefill0.1": 1.4}
+    outcome = serve([Request(1.6, 100, 4)], killed, restarts, prefill=TP2, faults=late)
+    assert outcome.statuses == ["ok"]
+
+
 @pytest.mark.parametrize("handoff", ["push", "pull"])
 @pytest.mark.parametrize("instance", ["prefill0", "decode0"])
 @pytest.mark.parametrize("later", [0.01, 0.2, 1.0])

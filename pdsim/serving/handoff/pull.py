@@ -167,7 +167,6 @@ class PullPrefillLeader(PrefillLeader):
             self._engine.send(ROUTER, TransferDone(message.room, message.nbytes))
         if self._scheduler.job.engine.noticed == "prefill":
             self._moved.append(ReadDone(room.request.decode, message.room, message.nbytes))
-            self._scheduler.wake()
         self._return(message.room)
 
     def _return(self, number: int) -> None:
