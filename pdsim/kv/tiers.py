@@ -91,6 +91,10 @@ class Tiers:
         """Return whether a tier has not *key*."""
         return any(store.find(key) is None for store in self.stores.values())
 
+    def has(self, tier: str, key: int) -> bool:
+        """Return whether *tier* is there and has *key*."""
+        return tier in self.stores and self.stores[tier].find(key) is not None
+
     def missing(self, tier: str, keys: Sequence[int]) -> list[int]:
         """Return those of *keys* that *tier* has not."""
         return [key for key in keys if self.stores[tier].find(key) is None]

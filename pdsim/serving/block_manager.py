@@ -2,7 +2,7 @@
 """The pages of one scheduler, prefill, decode or colocated: who has them, what is cached, what is in quarantine."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from pdsim.core.clock import Clock
 from pdsim.kv.layout import KvLayout
@@ -156,12 +156,12 @@ class BlockManager:
         """Return how many of *keys*, from the first on, the pool has."""
         return 0 if self._prefixes is None else self._prefixes.match(keys)
 
-    def written(self, keys: Sequence[int]) -> None:
-        """Keep *keys*, which have reached host memory, there if it is a tier."""
+    def written(self, keys: Sequence[int], new: Container[int]) -> None:
+        """Keep *keys*, which have gone to tiers, in host memory: those *new* to it, and those not evicted since."""
         pool = self._prefixes
         assert pool is not None
         assert pool.tiers is not None
-        pool.tiers.put("host", keys)
+        pool.tiers.put("host", [key for key in keys if key in new or pool.tiers.has("host", key)])
         pool.written(keys)
 
     def came(self, keys: Sequence[int]) -> None:
@@ -253,7 +253,7 @@ class QuarantineStall:
         return self._until is not None and self._clock.now < self._until
 
     def clear(self) -> None:
-        """Record that the queue is not blocked, or by rooms that will be over by themselves."""
+        """Record that the queue is not blocked."""
         self._until = None
 
 

@@ -515,7 +515,7 @@ class ColocatedEngine:
 
     def _store(self) -> None:
         if keys := [key for key, _ in self.pages.outgoing()]:
-            then(self._offload(len(keys) * self.job.page_size), lambda: self.pages.written(keys))
+            then(self._offload(len(keys) * self.job.page_size), lambda: self.pages.written(keys, keys))
 
     def _offload(self, tokens: int, back: bool = False, rate: float = math.inf) -> Event:
         each = self.job.shape.token_bytes(self.job.decode.tp)

@@ -5,7 +5,7 @@
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -235,7 +235,7 @@ class TierScheduler:
 
         if out:
             ranks = len(self._engine.followers) + 1
-            self._under_way[self._moves, "host"] = ranks, partial(self._written, keys)
+            self._under_way[self._moves, "host"] = ranks, partial(self._written, keys, {*lacking.get("host", ())})
             for tier in lacking:
                 if lacking[tier] and tier != "host":
                     self._under_way[self._moves, tier] = ranks, partial(tiers.put, tier, lacking[tier])
@@ -250,8 +250,8 @@ class TierScheduler:
         else:
             action()
 
-    def _written(self, keys: Sequence[int]) -> None:
-        self._pages.written(keys)
+    def _written(self, keys: Sequence[int], new: Set[int]) -> None:
+        self._pages.written(keys, new)
         self._wake()
 
     def _of(self, moves: Mapping[tuple[str, int], int]) -> tuple[TierMove, ...]:

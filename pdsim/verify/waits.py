@@ -153,9 +153,9 @@ class WaitChecker:
         step(due)
         self._could.pop(member.rank.name, None)  # noted at a message of its own, while it was awake
 
-    def _written(self, member: Any, written: Callable[[Any], None], keys: Any) -> None:
+    def _written(self, member: Any, written: Callable[..., None], *keys: Any) -> None:
         # Its pages are free: whoever lacks pages looks now.
-        written(keys)
+        written(*keys)
         idle = member.scheduler._idle
         if idle is not None and not idle.triggered and (could := next(_work(member.scheduler), "")):
             self._report("I12", f"{member.rank.name} sleeps when pages have been written to a tier, and {could}")

@@ -15,6 +15,7 @@ from pdsim.hardware.machine import Nic, Storage
 from pdsim.kv.pages import PrefixPagePool
 from pdsim.kv.tiers import PageStore, Tiers
 from pdsim.models.llm import Parallel, Side
+from pdsim.serving.block_manager import BlockManager
 from pdsim.serving.offload import TierScheduler
 from pdsim.serving.settings import Cache
 from pdsim.sim.network import Network
@@ -177,6 +178,16 @@ def test_a_page_stays_until_it_is_written_or_here():
     pool.written([7, 8])
     assert pool.free == 4
     assert pool.is_whole()
+
+
+def test_what_host_memory_evicts_meanwhile_is_not_written_there():
+    tiers = Tiers({"host": PageStore(1), "ssd": PageStore(8)})
+    tiers.put("host", [7])
+    pages = BlockManager(PrefixPagePool(4, tiers=tiers), 16)
+    new = tiers.missing("host", [7])  # of what goes to the SSD
+    tiers.put("host", [8])
+    pages.written([7], new)
+    assert (tiers.has("host", 7), tiers.has("host", 8)) == (False, True)
 
 
 def test_a_limit_holds_for_pages_that_tiers_have_taken():
