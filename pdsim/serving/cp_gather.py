@@ -20,7 +20,7 @@ from pdsim.kv.allgather import PaddedAllGather, Split, zigzag
 from pdsim.kv.contents import Contents
 from pdsim.kv.layout import KvLayout
 from pdsim.kv.messages import Chunk, Forward, rank_name
-from pdsim.kv.pages import sources
+from pdsim.kv.pages import after, sources
 from pdsim.serving.deployment import Deployment, GatheredTensors, gathered_tensors
 from pdsim.transfer import Buffer, Program, Region
 from pdsim.transfer.job import Rank
@@ -111,17 +111,23 @@ class ForwardGather:
         for first, rows in split.pieces[index]:
             number = bisect_right(starts, first) - 1
             chunk = chunks[number][0]
-            token = chunk.first_page * self._page_size + first - starts[number]
+            token = self._first(*chunks[number]) + first - starts[number]
             if chunk.room <= self._checked:
                 for tensor in range(tensors.count):
                     content = self._contents.token_rows(chunk.room, tensor, range(token, token + rows))
                     mine.write((tensor * count + place) * tensors.row, content.tobytes())
             place += rows
 
+    def _first(self, chunk: Chunk, tokens: int) -> int:
+        # Of its last *tokens*: those before them, in pages of the same chunk, were cached.
+        pages = chunk.first_page + sum(count for _, _, count in chunk.runs)
+        return (chunk.tokens if chunk.last else pages * self._page_size) - tokens
+
     def _store(self, split: Split, chunks: list[tuple[Chunk, int]], tensors: GatheredTensors, whole: Buffer) -> None:
         start = 0
         for chunk, tokens in chunks:
+            pages = after(sources(chunk.runs), self._first(chunk, tokens) // self._page_size - chunk.first_page)
             for tensor in range(tensors.count if chunk.room <= self._checked else 0):
                 rows = whole.read((tensor * split.total + start) * tensors.row, tokens * tensors.row)
-                self._contents.store(tensor, sources(chunk.runs), np.frombuffer(rows, np.uint8).reshape(tokens, -1))
+                self._contents.store(tensor, pages, np.frombuffer(rows, np.uint8).reshape(tokens, -1))
             start += tokens
