@@ -7,8 +7,9 @@ A fault explains a failure if it reached the request's own instances in its life
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf, isclose
 from typing import NamedTuple
@@ -54,6 +55,7 @@ class Scenario:
     engine: Engine
     collective: Collective | None  # with which context-parallel ranks gather
     text: str  # one line
+    misspeaks: Mapping[str, tuple[float, str]] = field(default_factory=dict)  # ranks, when, and who cannot read it
     plain: bool = False  # whether nothing goes wrong, and it is run twice (`experiments.faults.shortcuts`)
 
 
@@ -69,10 +71,12 @@ class Span(NamedTuple):
 
 
 class History(NamedTuple):
-    """The router's record of a request: when it ended, and where it was sent."""
+    """The router's record of a request that its user sent: when and how it ended, and where it was sent."""
 
     ended: float
     tries: list[tuple[float, int, str, str]]  # when, in which room, to which two instances
+    number: int  # of the request
+    status: str
 
     @property
     def began(self) -> float:
@@ -119,13 +123,14 @@ class Causes:
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
+        self._kill = dict(scenario.kill) | {name: at for name, (at, _) in scenario.misspeaks.items()}
         self._instances = (*scenario.job.prefills, *scenario.job.decodes)
         self._models = [each for each in (scenario.engine.intra, scenario.engine.inter) if each is not None]
         self._disturbed = _disturbances(scenario)
         self._outages: dict[str, Span] = {}
         self._left: dict[str, Span] = {}  # instances, from when they left until they must be connected again
-        self._histories: list[History] = []
-        self._statuses: list[str] = []
+        self._histories: list[History] = []  # in the order of requests, of each as often as its user sent it
+        self._last: list[int] = []  # by request: the place of the last of its own
         self._nbytes: list[int] = []
         self._held: Set[int] = frozenset()
         self._broken: Set[int] = frozenset()
@@ -133,9 +138,11 @@ class Causes:
 
     def rank(self, name: str, error: str, at: float, born: float = 0.0) -> bool:
         """Return whether rank *name* may end with *error* then: killed, or its instance lost a rank since *born*."""
-        kind, kill = error.partition(":")[0], self._scenario.kill
+        kind, kill = error.partition(":")[0], self._kill
         if kind == "Killed":
-            return name in kill
+            return name in self._scenario.kill
+        if kind == "MessageError":
+            return "refused by" in error and name in self._scenario.misspeaks and at > kill[name]
         losses = [(rank, when, when) for rank, when in kill.items()]
         losses += [(each.rank, each.start, each.end) for each in self._scenario.faults.absences]
         # the silence of a rank that was killed before may be noticed after
@@ -165,7 +172,7 @@ class Causes:
         return again is not None and born - GRACE <= self._scenario.restart.get(again[1], inf) <= at
 
     def _alone(self, name: str, error: str, at: float) -> bool:
-        lost = self._scenario.kill.get(ROUTER)
+        lost = self._kill.get(ROUTER)
         if lost is None or f"nothing from {ROUTER}" not in error:
             return False
         deadline = self._scenario.job.deadline
@@ -185,26 +192,42 @@ class Causes:
         value = outcome.ranks[ROUTER].value
         self._broken, self._generated = broken, generated
         if value is None:
-            return [] if ROUTER in self._scenario.kill else [""] * len(self._scenario.requests)
+            return [] if ROUTER in self._kill else [""] * len(self._scenario.requests)
         dead = [name for name, rank in outcome.ranks.items() if rank.error]
-        self._outages = outages(self._scenario.kill, self._scenario.restart, dead, self._scenario.faults.absences)
+        self._outages = outages(self._kill, self._scenario.restart, dead, self._scenario.faults.absences)
         again = self._scenario.restart
         self._left = {
             name: Span(at, max(again.get(rank, inf) for rank in self._scenario.job.ranks(name)) + RECONNECTED)
             for at, name, what in value["changes"]
             if what == "left"
         }
-        self._histories = [History(ended, [tuple(row) for row in rows]) for ended, rows in value["histories"]]
-        self._statuses = [row[3] for row in value["rows"]]
+        statuses = [row[3] for row in value["rows"]]
+        for number, (sent, last) in enumerate(zip(value["histories"], statuses, strict=True)):
+            ends = [*(status for _, status, _ in sent[:-1]), last]
+            for (ended, _, rows), status in zip(sent, ends, strict=True):
+                self._histories.append(History(ended, [tuple(row) for row in rows], number, status))
+            self._last.append(len(self._histories) - 1)
         self._nbytes = [row[2] for row in value["rows"]]
         self._held = held
-        return self._statuses
+        return statuses
 
-    def request(self, number: int, status: str) -> bool:
-        """Return whether the request of that *number* may have ended with *status*.
+    def last(self, number: int, status: str) -> bool:
+        """Return whether the request of that *number* may have ended with *status*."""
+        return self._explained(self._last[number], status)
+
+    def unexplained(self) -> Iterator[str]:
+        """Yield each request that failed without a cause before its user sent it again."""
+        for place, past in enumerate(self._histories):
+            if place not in self._last and not self._explained(place, past.status):
+                yield f"request {past.number} ended without a cause, and was sent again: {past.status}"
+
+    def _explained(self, place: int, status: str) -> bool:
+        """Return whether what has that *place* in the histories may have ended with *status*.
 
         - ``Aborted``: its user leaves.
+        - ``Shed``: the router refuses requests without a priority.
         - ``PeerLost``: the instance that it names was lost, or a side had none left.
+        - ``MessageError``: a rank of its instances said what the router cannot read.
         - ``TransferTimeout``: a transfer of it was held up, something of its instances was slow, or the limit that
           *status* names has passed.
         - ``TransferFailed``: the engine reported a transfer of it as failed.
@@ -213,13 +236,18 @@ class Causes:
 
         Anything else is never explained, and nothing is if all its output was there.
         """
-        kind, past = status.partition(":")[0], self._histories[number]
+        kind, past = status.partition(":")[0], self._histories[place]
         if past.tries and past.tries[-1][1] in self._generated:
             return False
         if kind == "Aborted":
-            return number in self._scenario.cancels
+            return past.number in self._scenario.cancels
+        if kind == "Shed":
+            return self._scenario.job.shed > 0 and not self._scenario.requests[past.number].priority
         if kind == "PeerLost":
             return self._lost(status, past)
+        if kind == "MessageError":
+            speakers = {instance_of(name) for name in self._scenario.misspeaks}
+            return any(self._is_out(name, past.began, past.ended) for name in speakers & past.instances)
         if kind == "TransferTimeout":
             return self._slowed(past) or self._limited(status, past)
         if kind == "TransferFailed":
@@ -228,7 +256,7 @@ class Causes:
             return any(room in self._broken for each in beside for _, room, *_ in each.tries)
         if kind == "SendQueueFull":
             return any(model.full == "refuse" and model.depth for model in self._models)
-        return kind == "OutOfMemory" and self._short(number, past)
+        return kind == "OutOfMemory" and self._short(place, past)
 
     def _limited(self, status: str, past: History) -> bool:
         # The scenario limits the time of a room as *status* says, and the request has taken so long.
@@ -272,10 +300,19 @@ class Causes:
 
     def sent_wrongly(self, moved: Set[int] = frozenset()) -> Iterator[str]:
         """Yield each request sent out too often, in one room twice, without a loss, or anew when it had *moved*."""
-        for number, past in enumerate(self._histories):
-            rooms = [room for _, room, *_ in past.tries]
-            if len(set(rooms)) < len(rooms) or len(rooms) > self._scenario.job.retries + 1:
-                yield f"request {number} was sent out in rooms {rooms}, with {self._scenario.job.retries} retries"
+        job, rooms = self._scenario.job, Counter(room for past in self._histories for _, room, *_ in past.tries)
+        for number, last in enumerate(self._last):
+            sent = self._histories[self._last[number - 1] + 1 if number else 0 : last + 1]
+            final = sent[-1].status.startswith(("ok", "Aborted", "Shed"))
+            if not (len(sent) <= job.asks + 1 if final else len(sent) == job.asks + 1):
+                yield f"request {number} failed {len(sent)} times, and may be sent again {job.asks} times"
+            for past, following in pairwise(sent):
+                if following.tries and following.tries[0][0] < past.ended + job.asks_after:
+                    yield f"request {number} failed at {past.ended:g} s and is sent again at {following.began:g} s"
+        for past in self._histories:
+            number, own = past.number, [room for _, room, *_ in past.tries]
+            if any(rooms[room] > 1 for room in own) or len(own) > job.retries + 1:
+                yield f"request {number} was sent out in rooms {own}, with {job.retries} retries"
             for (at, room, *pair), (again, *_) in pairwise(past.tries):
                 if not any(self._is_out(instance, at, again) for instance in pair):
                     yield f"request {number} was sent out anew, and neither of {pair} was lost in room {room}"
@@ -307,9 +344,9 @@ class Causes:
         decode serves, and a killed rank keeps none.
         """
         gone = self._outages.keys() | self._left.keys()
-        for number, (past, status, told) in enumerate(
-            zip(self._histories, self._statuses, self._nbytes, strict=True)
-        ):
+        for number, (place, told) in enumerate(zip(self._last, self._nbytes, strict=True)):
+            past = self._histories[place]
+            status = past.status
             _, room, *last = past.tries[-1] if past.tries else (0.0, -1)
             moved, lost = nbytes.get(room, 0), bool(gone & {*last}) or room in given_up
             if status == "ok" and (moved > told > 0 if lost else moved != told):
@@ -344,10 +381,10 @@ class Causes:
         beside = [other for other in self._histories if other.began <= past.ended]
         return [other for other in beside if other.instances & past.instances]
 
-    def _short(self, number: int, past: History) -> bool:
-        for other, (each, status) in enumerate(zip(self._histories, self._statuses, strict=True)):
-            shares = other != number and each.instances & past.instances and each.began <= past.ended
-            if shares and (len(each.tries) > 1 or self._quarantined(each, status, past.ended)):
+    def _short(self, place: int, past: History) -> bool:
+        for other, each in enumerate(self._histories):
+            shares = other != place and each.instances & past.instances and each.began <= past.ended
+            if shares and (len(each.tries) > 1 or self._quarantined(each, each.status, past.ended)):
                 return True
         return False
 

@@ -2,11 +2,12 @@
 """Programs of `experiment=faults`.
 
 The router keeps what explains a failure, and asks at the end whether all has recovered.  A decode instance may hold
-some first pages of requests, as with a prefix cache.
+some first pages of requests, as with a prefix cache.  A rank may send what its peers cannot read.
 """
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from pdsim.kv.messages import Submit, instance_of
@@ -44,8 +45,8 @@ def router(
     The probes are sent *linger* seconds after the last request has ended and after *calm*, the time of the last
     fault; if then not every one of the *expected* instances is formed, up to *patience* seconds later.  The
     value has also ``probes``, rows of prefill instance, decode instance and status; and ``histories``, for each
-    request the time at which it ended and a row for each time that it was sent out: when, in which room, to which
-    two instances.
+    request a row for each time that its user sent it: when it ended, how, and a row for each time that it was sent
+    out: when, in which room, to which two instances.
     """
     quiet = _QuietRouter(rank, Deployment.from_plain(job), requests, leaves, (), drains)
     quiet.calm, quiet.linger, quiet.patience, quiet.expected = calm, linger, patience, frozenset(expected)
@@ -60,7 +61,7 @@ class _QuietRouter(Router):
         super().__init__(*arguments)
         self._probes: tuple[RoutedRequest, ...] | None = None
         self._resting = False
-        self._histories: tuple[list[Any], ...] = tuple([0.0, []] for _ in range(self.count))
+        self._histories: tuple[list[Any], ...] = tuple([[0.0, "", []]] for _ in range(self.count))
 
     def report(self) -> dict[str, Any]:
         probes = [[instance_of(p.prefill), instance_of(p.decode), p.status] for p in self._probes or ()]
@@ -70,12 +71,15 @@ class _QuietRouter(Router):
         super()._send_out(request, prefill, decode)
         if self._probes is None:
             row = [self.clock.now, request.room, instance_of(prefill), instance_of(decode)]
-            self._histories[request.number][1].append(row)
+            self._histories[request.number][-1][2].append(row)
 
     def _close(self, request: RoutedRequest, status: str) -> None:
+        before = request.asked_again
         if self._probes is None:
-            self._histories[request.number][0] = self.clock.now
+            self._histories[request.number][-1][:2] = self.clock.now, status
         super()._close(request, status)
+        if request.asked_again > before and self._probes is None:
+            self._histories[request.number].append([0.0, "", []])
 
     def _stop_if_done(self) -> None:
         if self._resting or self._rooms or not self.arrivals.over:
@@ -102,7 +106,10 @@ class _QuietRouter(Router):
         self._probes = tuple(RoutedRequest(0.0, *_PROBE, number=first + number) for number in range(len(pairs)))
         self.count += len(pairs)
         for probe, (prefill, decode) in zip(self._probes, pairs, strict=True):
-            probe.tries = self.job.retries + 1  # none is left, and the number of its room is new
+            probe.tries, probe.asked_again = (
+                self.job.retries + 1,
+                self.job.asks,
+            )  # none is left, and the number of its room is new
             probe.room = 1 + probe.number + probe.tries * self.count
             if self.registry.formed(prefill) and self.registry.formed(decode):
                 self._rooms[probe.room] = probe
@@ -128,3 +135,11 @@ def _held(job: Deployment, request: Submit) -> int:
     pages = job.page_count(request.input)
     # a page that the input fills in part is always sent
     return min(request.room % pages, (request.input - 1) // job.page_size)
+
+
+def misspeaking(rank: Rank, *, program: str, at: float, to: str, **arguments: Any) -> Program:
+    """Run *program*, and send *to* a rank what it cannot read *at* a time, if it runs then: it refuses this one."""
+    module, _, name = program.partition(":")
+    if rank.clock.now < at:
+        rank.clock.call_at(at, lambda _: rank.channel.send(to, b"\x63what"), None)
+    return (yield from getattr(import_module(module), name)(rank, **arguments))

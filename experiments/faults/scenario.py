@@ -9,7 +9,7 @@ Deployments are tiny: contention, preemption and wrap-around are more frequent t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,11 +17,12 @@ import numpy as np
 
 from experiments import serve
 from experiments.faults.causes import Causes, Scenario
+from experiments.faults.losses import DEADLINE, Draw, at_moments, drains, halved, losses, stale
 from experiments.faults.settings import (
     CHANGES,
     GATHER_SIDES,
+    LARGE,
     LAYERED_SIDES,
-    LIBRARY,
     LONGEST,
     SHARED_SIDES,
     another_engine,
@@ -31,9 +32,12 @@ from experiments.faults.settings import (
     edge_lengths,
     full_queue,
     gathering,
+    in_blocks,
+    late_programs,
     on_two_nodes,
     small_ring,
     tiered,
+    used,
     with_two_sizes,
 )
 from experiments.faults.shortcuts import compared, long_prompts
@@ -41,13 +45,13 @@ from pdsim.compute.forward import Compute
 from pdsim.config import Config
 from pdsim.hardware.costs import Engine, EngineModel
 from pdsim.hardware.machine import Gpu, Host, Interconnect, Machine, Nic
-from pdsim.kv.messages import ROUTER, instance_of
+from pdsim.kv.messages import instance_of
 from pdsim.kv.policy import Policy, Staging
 from pdsim.models.llm import Hybrid, Llm, Parallel, Side
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.settings import Kv, SchedulerLimits
 from pdsim.serving.workload import Request, stream
-from pdsim.sim.faults import Faults, Pause, Silence, Slow, Squeeze, Stale
+from pdsim.sim.faults import Faults, Pause, Silence, Slow, Squeeze
 from pdsim.sim.model import Model
 from pdsim.transfer.job import RankSpec
 from pdsim.verify.invariants import InvariantChecker, Violation
@@ -57,38 +61,38 @@ __all__ = ["KINDS", "RARE", "Scenario", "Tried", "attempt", "draw"]
 
 KINDS = {
     "delays": "control messages arrive late, in order within a socket",
-    "late": "completions arrive late, even after the deadline",
-    "stray": "bytes move at any instant between post and completion",
-    "shuffle": "simultaneous events happen in any order of ranks",
-    "slow": "a rank is up to fifty times slower for a while",
+    "late": "completions arrive late, or after the deadline",
+    "stray": "bytes move between post and completion",
+    "shuffle": "simultaneous events, in any order of ranks",
+    "slow": "a rank is slower for a while",
     "squeezes": "a link is cut or slow for a while",
     "aborts": "a quarter of the users leave",
     "kills": "a rank is killed",
     "restarts": "an instance that lost a rank starts again",
     "torn": "a transfer moves in two to four parts",
     "losses": "several instances lose a rank each",
-    "together": "a prefill and a decode instance are killed and start again",
+    "together": "a prefill and a decode instance start again",
     "silences": "a rank's messages are held, up to two deadlines",
     "router": "the router is killed",
     "broken": "transfers fail after none, some or all bytes",
     "full": "a short send queue: posting waits, or is refused",
     "layouts": "PP with CP, data parallelism, decode stages, three instances a side",
-    "policies": "metadata by message; notification by message or poll",
+    "policies": "metadata by message; notification by poll",
     "limits": "time limits for decode pages and for arrival",
     "held": "decode holds some first pages",
-    "nodes": "the sides are on two nodes, joined by RDMA",
+    "nodes": "two nodes, joined by RDMA",
     "edges": "whole pages or chunks, or a token more; outputs of one or two",
     "scatter": "pools hold little more than the longest request; slow scattering",
     "pauses": "a rank stands still, up to two deadlines",
     "grows": "pages grow; preempted KV is recomputed or retracted",
     "hosts": "host costs of SGLang's and vLLM's loops",
-    "pulls": "decode reads from prefill; some leases end early",
+    "pulls": "decode reads from prefill; leases end early",
     "engines": "other orders, threads, queues and reads",
-    "routes": "other routing policies, unknown output lengths, fewer retries",
+    "routes": "routing policies, unknown output lengths, retries",
     "gathers": "context-parallel ranks gather KV",
     "caches": "shared prompts; prefix caches, eviction, host memory",
-    "siblings": "all instances of a side are lost, and start again",
-    "stale": "a killed rank's messages arrive after its restart",
+    "siblings": "all instances of a side start again",
+    "stale": "messages arrive after their rank's restart",
     "rings": "staged writes end late",
     "changes": "instances drain, leave, join again, and are lost",
     "sizes": "pages of two sizes",
@@ -98,28 +102,30 @@ KINDS = {
     "crowds": "growing pages run out; users leave late",
     "shares": "context-parallel shares of small chunks",
     "tiers": "small tiers",
-    "halves": "a rank is killed, another stands still",
+    "halves": "one rank killed, another standing still",
     "runs": "long prompts; shortcuts compared",
     "layerwise": "each layer leaves when it is computed",
+    "moments": "after a message a rank is lost, or a user leaves",
+    "users": "users ask again; routers are slow, several, refuse",
+    "wakes": "programs act late",
+    "blocks": "prompts of several blocks",
 }
 """The kinds of faults and unusual circumstances, and their effects: the table of `docs/faults.md`.
 
 New kinds are appended: each is drawn in this order, so that the kinds of earlier seeds stay as they were."""
 
 RARE = {"router": 0.15, "silences": 0.5, "pauses": 0.5, "shares": 0.3, "tiers": 0.4, "halves": 0.4}
-RARE |= {"runs": 0.1, "layerwise": 0.25}
+RARE |= {"runs": 0.1, "layerwise": 0.4, "moments": 1.2, "users": 0.4, "wakes": 0.3, "blocks": 0.2}
 """By how much less likely than the others these are: little can be checked after the loss of the router."""
 
 _EXCLUDED = {
     "stages": {"pulls", "gathers", "sizes", "layouts", "caches", "tiers", "shares"},
     "crowds": {"sizes", "edges"},
     "layerwise": {"stages", "rings", "pulls", "gathers"},
+    "blocks": {"full"},  # one of its pages may have more descriptors
 }
 _EXCLUDED["runs"] = KINDS.keys() - {"runs", "aborts", "hosts", "engines", "nodes"}
 """Kinds that would undo others, and do not happen beside them."""
-
-DEADLINE = 2.0
-"""Seconds of silence after which a rank counts as gone."""
 
 _MACHINE = Machine(
     name="trial",
@@ -197,6 +203,12 @@ _SEVERAL_WRITERS = (
     (Side(tp=2, instances=2), Side(tp=1)),
     (Side(tp=1), Side(tp=2)),
 )
+_PIPELINES = (
+    (Side(tp=2, pp=2), Side(tp=1)),
+    (Side(tp=1, pp=2), Side(tp=2)),
+    (Side(tp=2, pp=2), Side(tp=4)),
+    (Side(tp=1, pp=2, instances=2), Side(tp=2)),
+)
 _PAIRS = (  # of several instances on at least one side
     (Side(tp=1, instances=2), Side(tp=1, instances=2)),
     (Side(tp=2, instances=2), Side(tp=1, instances=2)),
@@ -216,8 +228,6 @@ _MESSAGE_POLICIES = (  # which tell of arrivals and metadata by messages
     Policy(queues=1, metadata="write", metadata_fallback="control", notify="message", grouping="pages"),
     Policy(queues=2, metadata="control", staging=True),
 )
-Draw = Callable[[str], np.random.Generator]
-"""Gives the stream of random numbers of a name."""
 
 
 class Tried(NamedTuple):
@@ -242,7 +252,7 @@ def draw(
 
     *intensity* from 0 to 1 is the probability of each of `KINDS`, times its entry in `RARE`; it decides only which
     kinds happen, not what they are.  Kinds in *without* do not happen, others in *always* do, and nothing else
-    changes by that.
+    changes by that but when the message of "moments" is sent.
     """
 
     def random(name: str) -> np.random.Generator:
@@ -257,7 +267,7 @@ def draw(
     kinds = [kind for kind in kinds if kind in always or not _EXCLUDED.get(kind, set()) & always]
     undone = {other for kind, others in _EXCLUDED.items() if kind in kinds for other in others}
     kinds = [kind for kind in kinds if kind not in undone]
-    if "tiers" in kinds and "caches" not in without:
+    if {"tiers", "blocks"} & {*kinds} and "caches" not in without:
         kinds = [kind for kind in KINDS if kind in kinds or kind == "caches"]
     geometry = random("geometry")
     config = _config(seed, geometry)
@@ -277,11 +287,18 @@ def draw(
         config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
     if {"rings", "stages"} & {*kinds}:
         prefill, decode = chosen("rings", _SEVERAL_WRITERS if "stages" in kinds else _STAGED_SIDES)
+        if random("rings.pipeline").random() < 0.35:  # blocks of several stages
+            prefill, decode = chosen("rings.stages", _PIPELINES)
         config = replace(config, parallel=Parallel(prefill=prefill, decode=decode), model=_LLM)
     if "nodes" in kinds:
         config = on_two_nodes(config)
-    if gathers := "gathers" in kinds and not {"caches", "held"} & set(kinds):  # whose first pages are not gathered
-        config = gathering(config, chosen("gathers", GATHER_SIDES), random("gathers.memory"))
+    gathers = "gathers" in kinds and "held" not in kinds  # whose first pages are not gathered
+    if gathers and "caches" in kinds:
+        gathers = bool(random("gathers.caches").random() < 0.5)
+    if gathers:
+        config = gathering(
+            config, chosen("gathers", GATHER_SIDES), LARGE if "blocks" in kinds else 1, random("gathers.memory")
+        )
     if "shares" in kinds and not gathers:
         prefill, decode = chosen("shares", SHARED_SIDES)
         config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
@@ -330,8 +347,10 @@ def draw(
         engine = full_queue(engine, random("full"))
     if "caches" in kinds:
         job, requests = cached(job, requests, random("caches"))
+        if gathers:  # what decode has is not gathered
+            job = replace(job, cache=replace(job.cache, decode=False))
         if "tiers" in kinds:
-            job = tiered(job, random("tiers"))
+            job, requests = tiered(job, requests, random("tiers"))
     if "scatter" in kinds:
         prefill_pages, decode_pages = _pools(job, random("scatter"), 1.5)
         job = replace(job, prefill_pages=prefill_pages, decode_pages=decode_pages)
@@ -340,6 +359,12 @@ def draw(
         machine = replace(machine, gpu=replace(machine.gpu, memory_rate=2 * machine.interconnect.rate))
     if "runs" in kinds:
         job, requests = long_prompts(job, requests, random("runs"))
+    if "users" in kinds:
+        job, requests = used(job, requests, random("users"))
+    if "wakes" in kinds:
+        machine = replace(machine, host=late_programs(machine.host, random("wakes")))
+    if "blocks" in kinds:
+        job, requests, machine, engine = in_blocks(job, requests, machine, engine, random("blocks"))
     job = _longer_than_first_contact(_of_whole_blocks(job))
     cancels = _cancels(random("aborts"), count) if "aborts" in kinds else {}
     if "stages" in kinds:
@@ -349,21 +374,19 @@ def draw(
     span = 50 * gap + 0.5  # independent of the number of requests: few requests meet as many faults
     ranks = [name for instance in (*job.prefills, *job.decodes) for name in job.ranks(instance)]
     faults = _faults(random, kinds, ranks, span, job.deadline)
-    kill, restart = _losses(random, kinds, job, ranks, span, faults)
+    kill, restart = losses(random, kinds, job, ranks, span, faults)
     if "halves" in kinds:
-        faults = _halved(random("halves"), job, span, faults, kill, restart)
+        faults = halved(random("halves"), job, span, faults, kill, restart)
     if "stale" in kinds:
-        faults = replace(faults, stale=tuple(_stale(random("stale"), ranks, kill, restart, requests[0].arrival)))
-    drains = _drains(random, job, span, {*kill, *(each.rank for each in faults.absences)})
-    drains = drains if "changes" in kinds else {}
-    for instance, (at, _, fate, later) in drains.items():
+        faults = replace(faults, stale=tuple(stale(random("stale"), ranks, kill, restart, requests[0].arrival)))
+    leaving = drains(random, job, span, {*kill, *(each.rank for each in faults.absences)})
+    leaving = leaving if "changes" in kinds else {}
+    for instance, (at, _, fate, later) in leaving.items():
         again = at + 2 * DEADLINE + 1.0  # by then it has ended, or it stays
         if fate != "goes":
             restart |= dict.fromkeys(job.ranks(instance), again)
         if fate == "is lost":
             kill[list(job.ranks(instance))[-1]] = again + later
-    ends = [each.end for each in (*faults.slow, *faults.squeezes, *faults.absences)]
-    calm = max([requests[-1].arrival, *kill.values(), *restart.values(), *ends]) + DEADLINE
     specs = serve.specs(config, job, requests)
     if (
         "held" in kinds and job.engine.handoff == "push" and not job.cache.decode
@@ -372,30 +395,43 @@ def draw(
     if "nodes" in kinds:
         faults = replace(faults, squeezes=tuple(_beside(squeeze, specs) for squeeze in faults.squeezes))
     if "runs" in kinds:
-        faults, kill, restart, drains = Faults(), {}, {}, {}
+        faults, kill, restart, leaving = Faults(), {}, {}, {}
         cancels = {number: at for number, at in cancels.items() if number < len(requests)}
-    arguments = dict(specs[0].arguments) | {"leaves": [[number, at] for number, at in cancels.items()], "calm": calm}
-    arguments |= {"drains": [(instance, at, seconds) for instance, (at, seconds, *_) in drains.items()]}
-    specs[0] = replace(specs[0], program="experiments.faults.programs:router", arguments=arguments)
     sides = f"{_side(config.parallel.prefill)} to {_side(config.parallel.decode)}"
     text = f"{sides}, page_size={job.page_size}, pages={job.prefill_pages}/{job.decode_pages}"
     text += f"{', staged' if job.staging else ''}{', asked' if asks else ''}, {', '.join(kinds)}"
-    return Scenario(
+    scenario = Scenario(
         seed=seed,
         job=job,
         specs=specs,
         requests=requests,
         cancels=cancels,
-        faults=replace(faults, until=calm),
+        faults=faults,
         kill=kill,
         restart=restart,
-        limit=80.0 + calm,
+        limit=span,
         machine=machine,
         engine=engine,
-        collective=LIBRARY if gathers else None,
+        collective=config.collective if gathers else None,
         text=text,
         plain="runs" in kinds,
     )
+    drained = [(instance, at, seconds) for instance, (at, seconds, *_) in leaving.items()]
+    if "moments" in kinds:
+        scenario = at_moments(_planned(scenario, drained), random("moments"), leaving)
+    return _planned(scenario, drained)
+
+
+def _planned(scenario: Scenario, drained: Sequence[tuple[str, float, float]]) -> Scenario:
+    # With a router that knows who leaves, which instances drain, and when all is calm.
+    faults, arrivals = scenario.faults, [each.arrival for each in scenario.requests if each.after < 0]
+    ends = [each.end for each in (*faults.slow, *faults.squeezes, *faults.absences)]
+    calm = max([*arrivals, *scenario.kill.values(), *scenario.restart.values(), *ends]) + DEADLINE
+    leaves = [[number, at] for number, at in scenario.cancels.items()]
+    router, *ranks = scenario.specs
+    arguments = dict(router.arguments) | {"leaves": leaves, "calm": calm, "drains": drained}
+    router = replace(router, program="experiments.faults.programs:router", arguments=arguments)
+    return replace(scenario, specs=[router, *ranks], faults=replace(faults, until=calm), limit=80.0 + calm)
 
 
 def attempt(scenario: Scenario) -> Tried:
@@ -429,9 +465,11 @@ def attempt(scenario: Scenario) -> Tried:
     statuses = causes.know(outcome, checks.held, checks.broken_rooms, checks.endings.generated)
     bounds = checks.bounds
     wrong = causes.unrecovered(outcome), causes.sent_wrongly(bounds.moved)
+    for what in causes.unexplained():
+        checks.report("I5", what)
     miscounted = causes.miscounted(bounds.nbytes, checks.given_up)
     stuck = causes.stuck(checks.written, checks.went_on)
-    violations = checks.finish(statuses, causes.request, *wrong, miscounted, stuck)
+    violations = checks.finish(statuses, causes.last, *wrong, miscounted, stuck)
     counts = dict(Counter(status.partition(":")[0] for status in statuses))
     return Tried(scenario.seed, violations, counts, outcome.events, scenario.text, dict(checks.reached))
 
@@ -559,122 +597,6 @@ def _lagging(random: np.random.Generator, stages: bool) -> tuple[bytes, ...]:
     names = random.permutation([name for name in MESSAGES if name not in ("Ping", "Pong")]).tolist()
     names.sort(key=lambda name: not (stages and name.startswith("Staging")))  # which occur nowhere else
     return tuple(bytes([0xA0 + len(name)]) + name.encode() for name in (names[1:4] if stages else names[:3]))
-
-
-def _losses(
-    random: Draw, kinds: Sequence[str], job: Deployment, ranks: Sequence[str], span: float, faults: Faults
-) -> tuple[dict[str, float], dict[str, float]]:
-    # When ranks are killed, and when they start again.
-    kill: dict[str, float] = {}
-    restart: dict[str, float] = {}
-    if "kills" in kinds:
-        own = random("kills")
-        victim = ranks[int(own.integers(len(ranks)))]
-        kill[victim] = float(own.uniform(0.0, span))
-    if "losses" in kinds:  # of several instances, half of the time at the same instant
-        own, instances = random("losses"), (*job.prefills, *job.decodes)
-        many = int(own.integers(2, len(instances) + 1))
-        chosen = [instances[number] for number in sorted(own.permutation(len(instances))[:many].tolist())]
-        times = own.uniform(0.0, span, many).tolist()
-        if own.random() < 0.5:
-            times = [times[0]] * many
-        names = [list(job.ranks(instance)) for instance in chosen]
-        losses = {each[own.integers(len(each))]: at for each, at in zip(names, times, strict=True)}
-        lost = {instance_of(name) for name in kill}
-        kill |= {name: at for name, at in losses.items() if instance_of(name) not in lost}
-    if "restarts" in kinds:  # within a second of the end, and the others of the instance within a second after that
-        own = random("restarts")
-        for name, at in kill.items():
-            again = at + 10.0 ** float(own.uniform(-2.0, 0.0))  # half of the time before its peers' engines notice
-            later = again + 10.0 ** float(own.uniform(-2.0, 0.0))
-            restart |= {other: again if other == name else later for other in job.ranks(instance_of(name))}
-    if "together" in kinds:  # half of the time they start again at the same instant, else up to a few messages apart
-        own = random("together")
-        pair = (job.prefills[own.integers(len(job.prefills))], job.decodes[own.integers(len(job.decodes))])
-        both = [name for instance in pair for name in job.ranks(instance)]
-        at = float(own.uniform(0.0, span))
-        again = at + float(own.uniform(0.01, 1.5 * DEADLINE))
-        apart = 10.0 ** float(own.uniform(-5.5, -2.0)) * (own.random() < 0.5)
-        kill |= dict.fromkeys(both, at)
-        restart |= {name: again + apart * float(own.random()) for name in both}
-    if "restarts" in kinds:
-        for absence in faults.absences:
-            restart = dict.fromkeys(job.ranks(instance_of(absence.rank)), absence.end + 2 * DEADLINE) | restart
-    if "siblings" in kinds:  # from the same instant to a deadline apart
-        own = random("siblings")
-        first, apart = float(own.uniform(0.0, span)), 10.0 ** float(own.uniform(-4.0, 0.3))
-        for sibling in job.prefills if own.random() < 0.5 else job.decodes:
-            of_it, when = list(job.ranks(sibling)), first + apart * float(own.random())
-            chosen_rank, again = (
-                of_it[int(own.integers(len(of_it)))],
-                when + float(own.uniform(0.01, 1.5 * DEADLINE)),
-            )
-            kill[chosen_rank] = when
-            restart |= dict.fromkeys(of_it, again + 1.5 * DEADLINE) | {chosen_rank: again}
-    if "router" in kinds:
-        kill[ROUTER] = float(random("router").uniform(0.0, span))
-    return kill, restart
-
-
-def _drains(
-    random: Draw, job: Deployment, span: float, disturbed: Collection[str]
-) -> dict[str, tuple[float, float, str, float]]:
-    # One to all instances that nothing else ends, half of the time at the same instant: when each begins to drain,
-    # how long it may, and whether it joins again, goes, or joins and is lost so many seconds later.
-    own, lost = random("changes"), {instance_of(name) for name in disturbed}
-    able = [name for name in (*job.prefills, *job.decodes) if name not in lost]
-    many = int(own.integers(1, max(1, len(able)) + 1))
-    chosen = [able[number] for number in sorted(own.permutation(len(able))[:many].tolist())]
-    times = own.uniform(0.0, span, len(chosen)).tolist()
-    times = times[:1] * len(chosen) if own.random() < 0.5 else times
-    seconds = (DEADLINE * 10 ** own.uniform(-3.0, 0.0, len(chosen))).tolist()
-    fates = own.choice(["joins", "goes", "is lost"], len(chosen), p=[0.5, 0.25, 0.25]).tolist()
-    later = own.uniform(0.0, DEADLINE, len(chosen)).tolist()
-    return dict(zip(chosen, zip(times, seconds, fates, later, strict=True), strict=True))
-
-
-def _halved(
-    random: np.random.Generator,
-    job: Deployment,
-    span: float,
-    faults: Faults,
-    kill: dict[str, float],
-    restart: dict[str, float],
-) -> Faults:
-    # What the paused rank had posted goes on, and it does not hear that its instance is over.
-    lost = {instance_of(name) for name in (*kill, *(each.rank for each in faults.absences))}
-    able = [name for name in (*job.prefills, *job.decodes) if name not in lost and len([*job.ranks(name)]) > 1]
-    if not able:
-        return faults
-    ranks = [*job.ranks(able[int(random.integers(len(able)))])]
-    one, other = random.permutation(ranks).tolist()[:2]
-    at, before, seconds = (float(random.uniform(*ends)) for ends in ((0.0, span / 2), (-4.0, -1.5), (0.1, 1.5)))
-    pause = Pause(other, max(0.0, at - 10.0**before), at + DEADLINE * seconds)
-    kill[one] = at
-    restart |= dict.fromkeys(ranks, pause.end + 2 * DEADLINE)
-    return replace(faults, pauses=(*faults.pauses, pause))
-
-
-def _stale(
-    random: np.random.Generator,
-    ranks: Sequence[str],
-    kill: dict[str, float],
-    restart: dict[str, float],
-    first: float,
-) -> Iterator[Stale]:
-    # What each rank that starts again said last arrives when its next process has just started, or soon after.  If
-    # nothing else does, one is killed and starts again: before it is heard of, or when the *first* request has come.
-    name = ranks[int(random.integers(len(ranks)))]
-    early, when, again = random.random(3).tolist()
-    if not kill.keys() & restart.keys():
-        kill[name] = 10.0 ** (-5.0 + 2 * when) + (first if early < 0.7 else 0.0)
-        began = kill[name] + 10.0 ** (-2.0 + 2 * again)
-        others = [other for other in ranks if instance_of(other) == instance_of(name)]
-        restart |= dict.fromkeys(others, began + 1.5 * DEADLINE) | {name: began}
-    for rank in ranks:
-        before, after = (10.0 ** random.uniform((-4.0, -5.5), (-2.0, 0.0))).tolist()
-        if rank in kill and kill[rank] < restart.get(rank, 0.0):
-            yield Stale(rank, max(0.0, kill[rank] - before), kill[rank], restart[rank] + after)
 
 
 def _holding(spec: RankSpec) -> RankSpec:

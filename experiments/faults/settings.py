@@ -10,17 +10,21 @@ import numpy as np
 
 from pdsim.config import Config
 from pdsim.hardware.costs import Collective, CollectiveModel, Engine
-from pdsim.hardware.machine import Nic
+from pdsim.hardware.machine import Host, Machine, Nic
 from pdsim.kv.allgather import MEMORIES
 from pdsim.kv.pages import ORDERS
 from pdsim.kv.policy import Staging
 from pdsim.models.llm import Parallel, Side
 from pdsim.serving.deployment import Deployment
+from pdsim.serving.requests import HASHED
 from pdsim.serving.settings import Cache, HostCosts
 from pdsim.serving.workload import Request
 
 LONGEST = 24, 8
 """Input and output tokens of a request, at most."""
+
+LARGE = 64
+"""Tokens in the place of one."""
 
 GATHER_SIDES = (
     (Side(tp=1, cp=2), Side(tp=2)),
@@ -226,12 +230,18 @@ def routed(job: Deployment, random: np.random.Generator) -> Deployment:
     return replace(job, policy=_ROUTES[int(4 * policy)], output_known=unknown < 0.5, retries=int(4 * retries))
 
 
-def gathering(config: Config, sides: tuple[Side, Side], random: np.random.Generator) -> Config:
-    """Return *config* whose prefill gathers KV, on *sides* unless it has context-parallel ranks already."""
+def gathering(config: Config, sides: tuple[Side, Side], large: int, random: np.random.Generator) -> Config:
+    """Return *config* whose prefill gathers KV, on *sides* unless it has context-parallel ranks already.
+
+    It does so *large* times as fast.
+    """
     if config.parallel.prefill.cp == 1:
         config = replace(config, parallel=Parallel(prefill=sides[0], decode=sides[1]))
-    memory = MEMORIES[int(random.integers(len(MEMORIES)))]
-    return replace(config, collective=LIBRARY, kv=replace(config.kv, gather=memory))
+    memory, (small, grow) = MEMORIES[int(random.integers(len(MEMORIES)))], random.random(2).tolist()
+    lines = replace(_LINES, rate=large * _LINES.rate)
+    pool = large * (1 << 8, 1 << 11, LIBRARY.pool)[int(3 * small)]
+    library = replace(LIBRARY, plain=lines, symmetric=lines, pool=pool, grow=grow < 0.5)
+    return replace(config, collective=library, kv=replace(config.kv, gather=memory))
 
 
 def cached(
@@ -269,18 +279,120 @@ def cached(
     return replace(job, cache=cache, staging=None if cache.decode else job.staging), alike
 
 
-def tiered(job: Deployment, random: np.random.Generator) -> Deployment:
-    """Return *job*, which caches, with a host tier of one to three of the longest prompts."""
-    size, write, prefetch = random.random(3).tolist()
+def tiered(
+    job: Deployment, requests: Sequence[Request], random: np.random.Generator
+) -> tuple[Deployment, list[Request]]:
+    """Return *job*, which caches, with a host tier of up to three of the longest prompts, often others below.
+
+    Half of the time *requests* come by fours, with one text: a short one, and some that have its pages, too.
+    """
+    size, write, prefetch, ssd, remote, small, late, block, fours = random.random(9).tolist()
     cache = replace(
         job.cache,
         prefill=True,
-        host=int(LONGEST[0] * (1 + 2 * size)),
+        # what has left host memory, where that is small, is below
+        host=int(LONGEST[0] * ((1 + 2 * size) if small < 0.5 else (0.3 + 0.7 * size))),
+        ssd=int(LONGEST[0] * (1 + 3 * ssd / 0.6)) if ssd < 0.6 else 0,
+        remote=int(LONGEST[0] * (1 + 3 * remote / 0.6)) if remote < 0.6 else 0,
         write="through" if write < 0.6 else "selective",
-        prefetch=("none", "best_effort", "wait_complete")[int(3 * prefetch)],
-        prefetch_timeout=0.01,
+        prefetch=("none", "best_effort", "timeout", "wait_complete")[int(4 * prefetch)],
+        prefetch_timeout=10.0 ** (-4.0 + 2.5 * late),
+        eviction="block" if block < 0.5 else job.cache.eviction,
     )
-    return replace(job, cache=cache)
+    alike = list(requests)
+    for number, request in enumerate(requests if fours < 0.5 else ()):
+        first = requests[number - number % 4]
+        tokens = min(LONGEST[0], job.page_size + 1) if number % 4 == 0 else request.input
+        alike[number] = request._replace(arrival=first.arrival, hash_ids=first.hash_ids, input=tokens)
+    return replace(job, cache=cache), alike
+
+
+def in_blocks(
+    job: Deployment, requests: Sequence[Request], machine: Machine, engine: Engine, random: np.random.Generator
+) -> tuple[Deployment, list[Request], Machine, Engine]:
+    """Return all with `LARGE` tokens in the place of each: prompts have several of the blocks that are hashed.
+
+    Links are as much faster, so that times stay.  Lengths that are not whole are less by up to `LARGE` - 1, and
+    prompts that begin alike part at a block.
+    """
+    cache, staging = job.cache, job.staging
+    sizes = {name: LARGE * getattr(cache, name) for name in ("host", "ssd", "remote", "limit")}
+    job = replace(
+        job,
+        page_size=LARGE * job.page_size,
+        chunk=LARGE * job.chunk,
+        shed=LARGE * job.shed,
+        cache=replace(cache, **sizes, chunk=LARGE * cache.chunk if cache.chunk > 1 else 1),
+        engine=replace(
+            job.engine,
+            retract_rate=LARGE * job.engine.retract_rate,
+            prefill=_by_tokens(job.engine.prefill),
+            decode=_by_tokens(job.engine.decode),
+        ),
+        staging=staging and replace(staging, ring=LARGE * staging.ring, buffer=LARGE * staging.buffer),
+    )
+    changed = []
+    for request in requests:
+        whole, less, *parts = random.random(5).tolist()
+        ids = list(request.hash_ids)
+        for part in parts[: -(-LARGE * request.input // HASHED)] if ids else ():
+            ids.append(10 * ids[-1] + (part < 0.3))
+        tokens = LARGE * request.input - int(LARGE * less) * (whole < 0.7)
+        changed.append(request._replace(input=tokens, hash_ids=tuple(ids)))
+    assert machine.gpu is not None
+    gpu, joint, nic = machine.gpu, machine.interconnect, machine.nic
+    machine = replace(
+        machine,
+        gpu=replace(gpu, memory_rate=LARGE * gpu.memory_rate, pcie=LARGE * gpu.pcie),
+        interconnect=replace(joint, rate=LARGE * joint.rate),
+        nic=replace(nic, rate=LARGE * nic.rate),
+    )
+    paths = {name: getattr(engine, name) for name in ("intra", "inter")}
+    rates = {
+        name: path and replace(path, queue_rate=LARGE * path.queue_rate, read_rate=LARGE * path.read_rate)
+        for name, path in paths.items()
+    }
+    return job, changed, machine, replace(engine, **rates)
+
+
+def _by_tokens(costs: HostCosts) -> HostCosts:
+    each = {field.name: getattr(costs, field.name) / LARGE for field in fields(costs) if "_token" in field.name}
+    return replace(costs, **each)
+
+
+def used(
+    job: Deployment, requests: Sequence[Request], random: np.random.Generator
+) -> tuple[Deployment, list[Request]]:
+    """Return *job* whose users ask again when they fail, and whose router is slow, has replicas or refuses some.
+
+    A quarter of the *requests* has a priority, and in half of the scenarios a quarter comes after an earlier one.
+    """
+    asks, after, slow, sync, shed, limit, sessions = random.random(7).tolist()
+    each = random.random((len(requests), 3)).tolist()
+    changed = []
+    for number, (request, (priority, follows, earlier)) in enumerate(zip(requests, each, strict=True)):
+        request = request._replace(priority=int(priority < 0.25))
+        if number and sessions < 0.5 and follows < 0.25:
+            request = request._replace(arrival=0.05 * earlier, after=int(number * earlier))
+        changed.append(request)
+    engine = replace(job.engine, proxy=10.0 ** (-3.5 + 2.0 * slow) if slow < 0.7 else job.engine.proxy)
+    job = replace(
+        job,
+        engine=engine,
+        asks=int(3 * asks),
+        asks_after=10.0 ** (-3.0 + 2.5 * after),
+        routers=1 + int(3 * sync),
+        routers_sync=0.1 * (sync > 0.5),
+        shed=int(LONGEST[0] * (1 + 3 * limit)) if shed < 0.4 else 0,
+        retries=max(job.retries, 1),
+    )
+    return job, changed
+
+
+def late_programs(host: Host, random: np.random.Generator) -> Host:
+    """Return *host* whose programs act late upon what comes, and later when they have been idle."""
+    wake, idle, after = (10.0 ** random.uniform((-7.0, -5.5, -5.5), (-4.0, -3.5, -2.5))).tolist()
+    return replace(host, wake=wake, idle_wake=idle, idle_after=after)
 
 
 CHANGES = {"limits": limited, "grows": growing, "hosts": hosted, "pulls": pulled, "routes": routed}

@@ -112,21 +112,21 @@ class InvariantChecker(Observer):
         self.given_up: set[int] = set()  # rooms that failed, as somebody told the router
         self.reached: Counter[str] = Counter()  # transitions and messages (`pdsim.verify.reached`)
         self._allowed = allowed
-        self._computed = ComputedChecker(self._report)
-        self._owners = OwnershipChecker(self._report, self._computed)
-        self._leftovers = LeakChecker(self._report)
-        self.bounds = BoundsChecker(self._report, self.reached)
-        self._waits = WaitChecker(self._report)
-        self._agreement = AgreementChecker(self._report)
-        self.order = OrderChecker(self._report)
-        self.endings = EndingChecker(self._report)
+        self._computed = ComputedChecker(self.report)
+        self._owners = OwnershipChecker(self.report, self._computed)
+        self._leftovers = LeakChecker(self.report)
+        self.bounds = BoundsChecker(self.report, self.reached)
+        self._waits = WaitChecker(self.report)
+        self._agreement = AgreementChecker(self.report)
+        self.order = OrderChecker(self.report)
+        self.endings = EndingChecker(self.report)
         self.written: dict[int, float] = {}  # rooms: when prefill has said that all of it has moved
         self.went_on: dict[int, float] = {}  # rooms: when decode has what it waited for, or gives up
         self._members: dict[str, Any] = {}
         self._gone: set[str] = set()
         self._born: dict[str, float] = {}  # by rank: when its last process began
         self._reports: dict[tuple[str, int], str] = {}  # by rank and room: how it ended
-        self._speech = SpeechChecker(self._report, self._reports, self.bounds.moved)
+        self._speech = SpeechChecker(self.report, self._reports, self.bounds.moved)
         self._rooms: dict[int, Submit] = {}
         self._targets: dict[int, Destination | ReadRequest] = {}
         self._pages: dict[int, Pages] = {}  # of rooms that have others than their targets', all of them
@@ -234,7 +234,7 @@ class InvariantChecker(Observer):
         self.endings.ended(rank, self._now())
         self.order.ended(rank)
         if error and not self._allowed(rank, error, self._now(), self._born.get(rank, 0.0)):
-            self._report("I5", f"{rank} ended: {error}")
+            self.report("I5", f"{rank} ended: {error}")
 
     def finish(
         self,
@@ -253,17 +253,17 @@ class InvariantChecker(Observer):
         """
         for number, status in enumerate(statuses):
             if not status:
-                self._report("I5", f"request {number} never ended")
+                self.report("I5", f"request {number} never ended")
             elif status != "ok" and not explained(number, status):
-                self._report("I5", f"request {number} ended without a cause: {status}")
+                self.report("I5", f"request {number} ended without a cause: {status}")
         for what in unrecovered:
-            self._report("I9", what)
+            self.report("I9", what)
         for what in sent_wrongly:
-            self._report("I11", what)
+            self.report("I11", what)
         for what in miscounted:
-            self._report("I14", what)
+            self.report("I14", what)
         for what in stuck:
-            self._report("I12", what)
+            self.report("I12", what)
         self._check_order()
         return self.violations
 
@@ -281,15 +281,15 @@ class InvariantChecker(Observer):
         end = "failed" if message.reason else "succeeded"
         before = self._reports.setdefault((rank, message.room), end)
         if before != end:
-            self._report("I1", f"room {message.room} {before} on {rank} and then {end}")
+            self.report("I1", f"room {message.room} {before} on {rank} and then {end}")
         if message.reason.startswith("PeerLost") and not message.lost:
-            self._report("I5", f"{rank} says that a peer is lost, and not which: {message.reason}")
+            self.report("I5", f"{rank} says that a peer is lost, and not which: {message.reason}")
         if receives and "metadata" in message.reason:
-            self._report("I6", f"{rank}: {message.reason}")
+            self.report("I6", f"{rank}: {message.reason}")
         elif message.reason.startswith("room " if receives else "MessageError: room ") and (
             (rank, message.room) not in self._owners.unused
         ):
-            self._report("I2", f"{rank}: {message.reason}")
+            self.report("I2", f"{rank}: {message.reason}")
 
     def _on_submit(self, _: str, message: Submit) -> None:
         self._leftovers.begin()
@@ -306,13 +306,13 @@ class InvariantChecker(Observer):
         elif message.nbytes and sender == leader(sender):  # to be read, nothing has moved when it is computed
             self.written.setdefault(message.room, self._now())
         if not message.reason and self._reports.get((sender, message.room)) == "failed":
-            self._report("I1", f"room {message.room} failed on {sender}, which says that it is written")
+            self.report("I1", f"room {message.room} failed on {sender}, which says that it is written")
 
     def _on_finished(self, _: str, message: Finished) -> None:
         self.bounds.finished(message)
         self.order.finished(message)
         if message.room not in self._targets:
-            self._report("I2", f"room {message.room} finished without a destination")
+            self.report("I2", f"room {message.room} finished without a destination")
             return
         self._compare(message.room, "at the end of decoding")
 
@@ -334,7 +334,7 @@ class InvariantChecker(Observer):
             reason = reason or contents.verify_state(room, state, request.input, held)
             reason = reason or window_differs(contents, room, state, request.input)
             if reason:
-                self._report("I2", f"{name} {when}: {reason}")
+                self.report("I2", f"{name} {when}: {reason}")
 
     def _polled(self, leader: Any, poll: Callable[[], None]) -> None:
         for room in [each.request.room for each in leader.scheduler.complete if not each.reason]:
@@ -356,13 +356,13 @@ class InvariantChecker(Observer):
             slot = leader.scheduler.handoff.slots.owners.get(room)
             if slot is None:
                 what = f"{leader.rank.name} reads the metadata of room {room}, which has no slot any more"
-                self._report("I6", what)
+                self.report("I6", what)
             elif not incoming.reason:
                 for name, member in _in_incarnation(self._members, incoming.request.decode):
                     contents: Contents = member.mover.receiver.pool.contents
                     reason = name not in self._gone and member.rank.device.holds_bytes
                     if reason and (what := contents.verify_aux(room, slot)):
-                        self._report("I6", f"{name} when it is read: {what}")
+                        self.report("I6", f"{name} when it is read: {what}")
 
     def _entered(self, leader: Any, join: Callable[[int, int, int], None], number: int, *more: int) -> None:
         if number in self._targets and self._rooms[number].decode == leader.incarnation:
@@ -412,7 +412,7 @@ class InvariantChecker(Observer):
                     one, two = member.rank.name, other.rank.name
                     pairs = zip(order, theirs, strict=False)  # one may have been stopped sooner
                     for mine, its in ((mine, its) for mine, its in pairs if mine != its):
-                        self._report("I7", f"{one} took up {mine} where {two} took up {its}")
+                        self.report("I7", f"{one} took up {mine} where {two} took up {its}")
                         break
 
     def _on_stop(self, sender: str, _: Any) -> None:
@@ -425,7 +425,8 @@ class InvariantChecker(Observer):
             if name not in self._gone and not member.has_ended:
                 self._leftovers.check(name)
 
-    def _report(self, invariant: str, what: str) -> None:
+    def report(self, invariant: str, what: str) -> None:
+        """Take note of a violation."""
         self.violations.append(Violation(invariant, self._now(), what))
 
     def _now(self) -> float:

@@ -32,6 +32,7 @@ from pdsim.kv.messages import (
     Submit,
     TransferDone,
     instance_of,
+    leader,
 )
 from pdsim.serving.router import Router
 from pdsim.transfer import Transfer
@@ -90,6 +91,10 @@ class SpeechChecker:
             self._submits(receiver, message)
         elif isinstance(message, Gone) and sender == ROUTER:
             instance = instance_of(message.instance)
+            if message.until < self._until.get(instance, -1) and receiver in self._members[ROUTER].job.ranks(
+                instance
+            ):
+                self._report("I11", f"{receiver} is told to end, and not all who were told so before")
             self._until[instance] = max(message.until, self._until.get(instance, -1))
         elif isinstance(message, ConnectPeer) and message.started <= self._until.get(instance_of(receiver), -1):
             self._report("I11", f"{receiver} is in {message.incarnation}, and its process was told to end")
@@ -110,7 +115,9 @@ class SpeechChecker:
         if sender == ROUTER:
             self._aborts[receiver, message.room] += isinstance(message, Abort)
             return
-        member = self._members[sender]
+        member, own = self._members[sender], self._members[leader(sender)].scheduler
+        if isinstance(message, RankQuiesced) and own is not None and message.room not in own.rooms:
+            return  # the answer to what a process before its leader's asked, which its leader ignores
         if member.incarnation not in given:
             self._report("I1", f"{sender} of {member.incarnation!r} sends {what}, which {sorted(given)} have")
         done = isinstance(message, Finished | PrefillDone) or (

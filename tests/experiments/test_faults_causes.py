@@ -29,7 +29,7 @@ INFINITE = float("inf")
 
 def causes(rows, dead=(), held=frozenset(), broken=frozenset(), probes=(), left=(), **changes):
     """Return what explains failures of the requests in *rows*."""
-    histories = [[end, [[start, 1 + n, p, d]]] for n, (p, start, d, end, _) in enumerate(rows)]
+    histories = [[[end, status, [[start, 1 + n, p, d]]]] for n, (p, start, d, end, status) in enumerate(rows)]
     ends = [[p, d, 0, status] for p, _, d, _, status in rows]
     value = {"rows": ends, "histories": histories, "probes": list(probes), "changes": list(left)}
     ranks = {name: RankResult(name, error="Killed" if name in dead else "") for name in RANKS}
@@ -118,7 +118,7 @@ ALL = {"kill": {"prefill0.0": 2.0}, "held": frozenset({1})}
     ],
 )
 def test_a_fault_explains_what_it_reached(failed, how, may):
-    assert causes([failed], **how)[0].request(0, failed[-1]) is may
+    assert causes([failed], **how)[0].last(0, failed[-1]) is may
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_fault_explains_what_it_reached(failed, how, may):
     ],
 )
 def test_layer_by_layer_a_held_write_holds_rooms_beside(other, how, may):
-    assert causes([LONG, other], held=frozenset({2}), **job(**how))[0].request(0, LONG[-1]) is may
+    assert causes([LONG, other], held=frozenset({2}), **job(**how))[0].last(0, LONG[-1]) is may
 
 
 def test_instances_are_out_until_they_are_back():
@@ -147,7 +147,7 @@ def test_instances_are_out_until_they_are_back():
         (6.1, dict.fromkeys(both, 4.0), False),
     ):
         later = (*failed[:3], end, failed[-1])
-        assert causes([later], kill=both, restart=restart, faults=faults)[0].request(0, failed[-1]) is may
+        assert causes([later], kill=both, restart=restart, faults=faults)[0].last(0, failed[-1]) is may
 
 
 SHORT = row("OutOfMemory: 3 of 3 pages are in quarantine", 5.0, 9.0)
@@ -168,7 +168,7 @@ AWAY = {"faults": Faults(silences=(Silence("prefill0.0", 4.5, 9.0),))}
     ],
 )
 def test_memory_is_short_where_another_request_failed_before(other, how, may):
-    assert causes([SHORT, other], **how)[0].request(0, SHORT[-1]) is may
+    assert causes([SHORT, other], **how)[0].last(0, SHORT[-1]) is may
 
 
 @pytest.mark.parametrize(("count", "proxy", "may"), [(9, 1e-3, False), (10, 1e-3, True), (30, 0.0, False)])
@@ -177,7 +177,7 @@ def test_a_lease_ends_by_a_long_queue_of_the_router(count, proxy, may):
     others = [row("ok", 1.0, 1.5, "prefill1", "decode1")] * (count - 1)  # each is sent on twice
     how = job({"lease": 0.03, "heartbeat": 0.01, "proxy": proxy + 1e-9})
     known, _ = causes([mine, *others, row("ok", 1.7, 1.9, "prefill1", "decode1")], **how)
-    assert known.request(0, mine[-1]) is may
+    assert known.last(0, mine[-1]) is may
 
 
 def test_a_rank_ends_with_its_instance_router_or_group():

@@ -271,7 +271,7 @@ def kills_the_second(original: Any, random: Any, kinds: Any, *more: Any) -> Any:
 
 
 ELEVEN = (
-    (scenarios, "_losses", kills_the_second),
+    (scenarios, "losses", kills_the_second),
     (scenarios, "_SIDES", ((Side(tp=1), Side(tp=1, instances=11)),)),
     (scenarios, "_MACHINE", replaced(scenarios._MACHINE, gpus=16)),
 )
