@@ -31,11 +31,36 @@ def pdsim_says(capfd):
     def say(*words):
         from pdsim.cli.main import main  # few tests need it
 
-        status = main(words)
+        capfd.readouterr()
+        status = main([str(word) for word in words])
         out, err = capfd.readouterr()
         return status, out, err
 
     return say
+
+
+@pytest.fixture
+def pdsim_prints(pdsim_says):
+    """Return a function that runs a command line, which ends well, and returns what it prints."""
+
+    def prints(*words):
+        status, out, err = pdsim_says(*words)
+        assert status == 0, err
+        return out
+
+    return prints
+
+
+@pytest.fixture
+def pdsim_refuses(pdsim_says):
+    """Return a function that runs a command line, which is refused, and returns the lines that say why."""
+
+    def refuses(*words):
+        status, _, err = pdsim_says(*words)
+        assert status == 2
+        return err.rstrip("\n")
+
+    return refuses
 
 
 @pytest.fixture

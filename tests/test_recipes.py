@@ -18,6 +18,7 @@ from pdsim.recipes import servers, translated
 
 ONE = "experiment.deployment=colocated experiment.engines=1"
 SIDES = ("prefill", "decode")
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 RECIPES = Path(__file__).parent / "recipes"
 PAIR = """
 #!/bin/bash
@@ -193,11 +194,9 @@ def test_of_branches_the_first_that_starts_a_server_counts():
     assert not [word for word in words if word.startswith("model.context")]
 
 
-def test_one_server_is_one_engine_on_a_larger_machine(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    text = "vllm serve Qwen/Qwen3-8B -tp 2"
-    assert main(["recipe", text, "hw=8xh100", "workload=smoke", "workload.count=2", "--run"]) == 0
-    assert "poisson arrivals, 1 x TP2, vllm" in capsys.readouterr().out
+def test_one_server_is_one_engine_on_a_larger_machine(pdsim_prints):
+    words = ["vllm serve Qwen/Qwen3-8B -tp 2", "hw=8xh100", "workload=smoke", "workload.count=2"]
+    assert "poisson arrivals, 1 x TP2, vllm" in pdsim_prints("recipe", *words, "--run")
     config = compose(["hw=8xh100", "model=qwen3-8b", "parallel=tp2", *f"{ONE[:-1]}3".split()])
     with pytest.raises(ConfigError, match=r"experiment.engines=3, but the GPUs of both sides hold 2 of tp=2"):
         job(config, config.experiment)
@@ -268,18 +267,14 @@ def test_what_is_wrong_is_said_in_one_line(text, said):
     assert "\n" not in str(refused.value)
 
 
-def test_the_command_prints_runs_and_writes(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    text = "VLLM_USE_V1=1 vllm serve Qwen/Qwen3-8B -tp 2 --max-num-seqs 64"
-    assert main(["recipe", text, "hw=2xh200", "workload=smoke", "-o", "mine.yaml", "--run"]) == 0
-    assert "written: mine.yaml" in capsys.readouterr().out
+def test_the_command_prints_runs_and_writes(tmp_path, pdsim_prints):
+    words = ["VLLM_USE_V1=1 vllm serve Qwen/Qwen3-8B -tp 2 --max-num-seqs 64", "hw=2xh200", "workload=smoke"]
+    assert "written: mine.yaml" in pdsim_prints("recipe", *words, "-o", "mine.yaml", "--run")
     (kept,) = (tmp_path / "results").iterdir()
-    assert main(["recipe", "--to", "vllm", str(kept)]) == 0
-    printed = capsys.readouterr().out
+    printed = pdsim_prints("recipe", "--to", "vllm", str(kept))
     assert "--model Qwen/Qwen3-8B --served-model-name qwen3-8b" in printed
     assert [word.rpartition("=")[2] for word in translated(servers(printed)).words if "tp=" in word] == ["2", "2"]
-    assert main(["run", "--config-dir", ".", "--config-name", "mine", "--cfg", "job"]) == 0
-    assert "decode_batch: 64" in capsys.readouterr().out
+    assert "decode_batch: 64" in pdsim_prints("run", "--config-dir", ".", "--config-name", "mine", "--cfg", "job")
 
 
 @pytest.mark.parametrize(
@@ -291,8 +286,7 @@ def test_the_command_prints_runs_and_writes(tmp_path, monkeypatch, capsys):
     ],
     ids=["experts", "mamba", "scout"],
 )
-def test_a_colocated_recipe_runs(text, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_colocated_recipe_runs(text):
     assert main(["recipe", text, "hw=8xh200", "workload=smoke", "workload.count=2", "--run"]) == 0
 
 
@@ -309,8 +303,7 @@ def test_public_files_are_read_as_they_are(file):
 
 
 @pytest.mark.parametrize("file", [FILES[0], *(pytest.param(file, marks=pytest.mark.slow) for file in FILES[1:])])
-def test_public_files_run(file, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_public_files_run(file):
     assert main(["recipe", str(file), "hw=8xh200", "hw.nodes=4", "workload.count=2", "--run"]) == 0
 
 

@@ -8,7 +8,6 @@ import importlib
 
 import pytest
 
-from pdsim.cli.main import main
 from pdsim.core import plugins
 from tests.test_cli import QUICK, cases
 
@@ -96,12 +95,11 @@ def test_wrong_input_is_one_line_status_two_and_nothing_written(pdsim_says, tmp_
         (b"name: [", "{mine} is not YAML: while parsing a flow node"),
     ],
 )
-def test_a_file_that_is_no_configuration_is_one_line(capfd, tmp_path, content, said):
+def test_a_file_that_is_no_configuration_is_one_line(pdsim_refuses, tmp_path, content, said):
     (tmp_path / "hw").mkdir()
     mine = tmp_path / "hw" / "mine.yaml"
     mine.write_bytes(content)
-    assert main(["run", "--config-dir", str(tmp_path), "hw=mine"]) == 2
-    (line,) = capfd.readouterr().err.splitlines()
+    (line,) = pdsim_refuses("run", "--config-dir", tmp_path, "hw=mine").splitlines()
     assert line.startswith(f"pdsim: {said.format(mine=mine)}")
 
 
@@ -115,9 +113,8 @@ def test_a_file_that_is_no_configuration_is_one_line(capfd, tmp_path, content, s
         ("workload=poisson", "workload.rate=4req/s", "workload.input_mean=8k"),
     ],
 )
-def test_what_was_meant_is_taken(capfd, words):
-    assert main(["run", *QUICK, *words, "--quiet"]) == 0
-    assert capfd.readouterr().err == ""
+def test_what_was_meant_is_taken(pdsim_says, words):
+    assert pdsim_says("run", *QUICK, *words, "--quiet") == (0, "", "")
 
 
 @pytest.mark.parametrize(("words", "warns"), [((), True), (("--config-dir", "own"), False)])
@@ -136,28 +133,25 @@ def test_an_engine_that_was_never_calibrated_here_is_named(pdsim_says, tmp_path,
     ("option", "way_out"),
     [("threads=4", "only the real engine reads options"), ("MC_FORCE_TCP=1", "the model of TCP is backend=moon")],
 )
-def test_ignored_options_of_the_engine_are_named(capfd, option, way_out):
-    main(["run", *QUICK, f"backend.options.{option}"])
-    name = option.partition("=")[0]
-    assert f"backend.options.{name} has no effect on target=model: {way_out}" in capfd.readouterr().out
-    main(["run", *QUICK])
-    assert "has no effect" not in capfd.readouterr().out
+def test_ignored_options_of_the_engine_are_named(pdsim_prints, option, way_out):
+    said = f"backend.options.{option.partition('=')[0]} has no effect on target=model: {way_out}"
+    assert said in pdsim_prints("run", *QUICK, f"backend.options.{option}")
+    assert "has no effect" not in pdsim_prints("run", *QUICK)
 
 
 @pytest.mark.parametrize("name", ["结果", "mit leer", "Ωμέγα/нуль"])
-def test_folders_and_traces_may_have_any_name(capfd, tmp_path, monkeypatch, name):
+def test_folders_and_traces_may_have_any_name(pdsim_says, tmp_path, monkeypatch, name):
     home = tmp_path / "дом 家"
     home.mkdir()
     monkeypatch.chdir(home)
     (home / "spur-ß.jsonl").write_text('{"timestamp": 0, "input_length": 9, "output_length": 2}\n')
     for _ in range(2):
-        assert main(["run", "workload.trace=spur-ß.jsonl", f"output='{name}'"]) == 0
-    out, err = capfd.readouterr()
-    assert name in out
-    assert err == ""
-    folders = [str(folder) for folder in sorted((home / name).iterdir())]
-    assert main(["show", folders[0]]) == main(["compare", *folders]) == 0
-    assert name in capfd.readouterr().out
+        status, out, err = pdsim_says("run", "workload.trace=spur-ß.jsonl", f"output='{name}'")
+        assert (status, name in out, err) == (0, True, "")
+    folders = sorted((home / name).iterdir())
+    for words in (["show", folders[0]], ["compare", *folders]):
+        status, out, _ = pdsim_says(*words)
+        assert (status, name in out) == (0, True)
 
 
 def test_an_error_after_an_interruption_is_the_interruption(monkeypatch, capsys):

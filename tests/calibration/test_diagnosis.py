@@ -129,12 +129,23 @@ def test_what_is_beside_slow_transfers_tells_where(beside, cause):
     assert one.unexplained < 0.01
 
 
-def test_logs_of_two_runs_are_read_together(tmp_path, capsys):
+@pytest.fixture
+def diagnosed(pdsim_prints):
+    return lambda *words: json.loads(pdsim_prints("diagnose", *words, "--json"))
+
+
+@pytest.fixture
+def causes(diagnosed):
+    """Return a function that gives the factor of each cause and what it leaves unexplained, the best first."""
+    return lambda *words: {one["cause"]: (one["factor"], one["unexplained"]) for one in diagnosed(*words)["causes"]}
+
+
+def test_logs_of_two_runs_are_read_together(tmp_path, diagnosed):
     wire, slow = tmp_path / "wire.txt", tmp_path / "vram.csv"
     text = (Path(__file__).parent / "outputs" / "perftest.txt").read_text()
     wire.write_text(f"{text} 8388608    5000             396.79             396.70   \t\t   0.005911\n")
     slow.write_text("pattern,blocks,size,seconds\npair,1,268435456,0.02")
-    said = diagnosed(capsys, str(slow), str(wire), "hw=2x8xh100", "backend=nixl")
+    said = diagnosed(slow, wire, "hw=2x8xh100", "backend=nixl")
     assert said["causes"][0]["cause"] == "slow engine"
 
 
@@ -152,24 +163,15 @@ def test_a_wire_slower_by_a_known_factor_names_it(factor, said):
     assert said in first(made(replace(MODEL, rate=MODEL.rate / factor), LINE / factor)).remedy
 
 
-def diagnosed(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
-    assert main(["diagnose", *words, "--json"]) == 0
-    answer: dict[str, object] = json.loads(capsys.readouterr().out)
-    return answer
-
-
-def test_public_logs_are_as_expected_with_counts_or_without(tmp_path, capsys):
+def test_public_logs_are_as_expected_with_counts_or_without(tmp_path, pdsim_prints):
     log = tmp_path / "decode.log"
     log.write_text(PUBLIC)
-    words = ("diagnose", str(log), "hw=8xh100", "backend=nixl_vllm")
-    assert main(words) == 0
-    out = capsys.readouterr().out
+    words = ("diagnose", log, "hw=8xh100", "backend=nixl_vllm")
+    out = pdsim_prints(*words)
     assert "transfers are as expected, 10% off in the mean" in out
     assert "posting of 40064 descriptors decides: with blocks four times as large a transfer takes 38.6 ms" in out
-    log = tmp_path / "decode.log"
     log.write_text(PUBLIC.replace(", Avg number of descriptors=40064.0", "").replace("=173.794", "=0.2"))
-    assert main(["diagnose", str(log), "hw=8xh100", "backend=nixl_vllm"]) == 0
-    assert "nothing is slow: every transfer is faster than the model" in capsys.readouterr().out
+    assert "nothing is slow: every transfer is faster than the model" in pdsim_prints(*words)
 
 
 # means of NIXL with UCX_TLS=tcp on loopback, two cores under a load of 15
@@ -177,12 +179,12 @@ BUSY = {(1, 4096): 1.4e-3, (4, 4096): 1.77e-3, (32, 4096): 3.81e-3, (256, 4096):
         (4, 65536): 2.39e-3, (32, 65536): 10.7e-3, (256, 65536): 46.6e-3}  # fmt: skip
 
 
-def test_tcp_on_a_busy_host_is_no_late_completion(tmp_path, capsys):
+def test_tcp_on_a_busy_host_is_no_late_completion(tmp_path, diagnosed):
     """Every transfer waits for a processor, and none of the causes fits well."""
     file = tmp_path / "transfers.csv"
     rows = [f"pair,{blocks},{size},{seconds}" for (blocks, size), seconds in BUSY.items()]
     file.write_text("\n".join(["pattern,blocks,size,seconds", *rows]))
-    said = diagnosed(capsys, str(file), "hw=loopback", "backend=nixl_shm")
+    said = diagnosed(file, "hw=loopback", "backend=nixl_shm")
     assert said["causes"][0]["cause"] == "over TCP"
 
 
@@ -194,7 +196,7 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize("row", [pytest.param(it, marks=[SLOW] * (it["thread"] not in FIRST)) for it in PUBLIC_ROWS])
-def test_public_threads_are_diagnosed_as_recorded(row, tmp_path, capsys):
+def test_public_threads_are_diagnosed_as_recorded(row, tmp_path, pdsim_prints):
     names = ("blocks", "size", "concurrency", "operation", "seconds", "posting", "memory", "bare")
     rows = [row | {"bare": "0"}]
     for one in filter(None, row["beside"].split(";")):
@@ -205,8 +207,7 @@ def test_public_threads_are_diagnosed_as_recorded(row, tmp_path, capsys):
     lines = [",".join(one[name] for name in names) for one in rows]
     file.write_text("\n".join([f"pattern,{','.join(names)}", *(f"pair,{line}" for line in lines)]))
     said.write_text(row["said"] or "")
-    assert main(["diagnose", str(file), *[str(said)] * bool(row["said"]), *row["words"].split()]) == 0
-    out = capsys.readouterr().out
+    out = pdsim_prints("diagnose", str(file), *[str(said)] * bool(row["said"]), *row["words"].split())
     if row["predicted"] == "posting":
         assert f"posting of {row['blocks']} descriptors decides" in out
     else:
@@ -217,7 +218,7 @@ def test_public_threads_are_diagnosed_as_recorded(row, tmp_path, capsys):
     assert ("threads that share the links" in out) == (row["concurrency"] != "1")
 
 
-def test_metrics_of_a_server_are_read_from_its_address(tmp_path, capsys):
+def test_metrics_of_a_server_are_read_from_its_address(tmp_path, diagnosed):
     class Page(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
@@ -230,7 +231,7 @@ def test_metrics_of_a_server_are_read_from_its_address(tmp_path, capsys):
     with HTTPServer(("127.0.0.1", 0), Page) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/metrics"
-        own = diagnosed(capsys, url, "hw=8xh100", "backend=nixl_vllm")
+        own = diagnosed(url, "hw=8xh100", "backend=nixl_vllm")
         server.shutdown()
     (row,) = own["transfers"]
     sample = row["sample"]
@@ -238,11 +239,11 @@ def test_metrics_of_a_server_are_read_from_its_address(tmp_path, capsys):
     assert sample["posting"] == pytest.approx(0.129127)
 
 
-def test_run_of_transfers_is_read_from_its_folder(tmp_path, capsys):
+def test_run_of_transfers_is_read_from_its_folder(tmp_path, diagnosed):
     words = ["experiment=transfer", "hw=2xh200", "backend=nvlink", "experiment.patterns=[pair]"]
     more = ["experiment.repeat=3", "experiment.warmup=0", f"output={tmp_path}", "--quiet"]
     assert main(["run", *words, *more]) == 0
-    answer = diagnosed(capsys, str(next(tmp_path.iterdir())))
+    answer = diagnosed(next(tmp_path.iterdir()))
     assert (answer["backend"], answer["hw"], answer["path"]) == ("nvlink", "2xh200", "intra")
     assert answer["causes"][0]["cause"] == EXPECTED
 
@@ -260,14 +261,14 @@ def test_run_of_transfers_is_read_from_its_folder(tmp_path, capsys):
         (["{crowd}"], "has no transfer of a pair alone; name a log, or a run with experiment.patterns=[pair]"),
     ],
 )
-def test_what_cannot_be_diagnosed_is_refused(words, message, tmp_path, capsys):
+def test_what_cannot_be_diagnosed_is_refused(words, message, tmp_path, pdsim_refuses):
     log, crowd, image = (tmp_path / name for name in ("decode.log", "crowd.csv", "image.log"))
     image.write_bytes(b"\x89PNG")
     log.write_text(PUBLIC)
     crowd.write_text("pattern,blocks,size,concurrency,seconds\nincast,1,4096,1,0.1\n")
     wire = Path(__file__).parent / "outputs" / "perftest.txt"
-    assert main(["diagnose", *(word.format(log=log, crowd=crowd, wire=wire, image=image) for word in words)]) == 2
-    assert message in capsys.readouterr().err
+    typed = [word.format(log=log, crowd=crowd, wire=wire, image=image) for word in words]
+    assert message in pdsim_refuses("diagnose", *typed)
 
 
 needs_link = pytest.mark.skipif(bool(missing_requirements()), reason=f"needs a link: {missing_requirements()}")
@@ -279,35 +280,26 @@ def ran(folder: Path, *words: str) -> Path:
     return next(folder.iterdir())
 
 
-def causes(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, tuple[float, float]]:
-    """The factor of each cause and what it leaves unexplained, the best first."""
-    capsys.readouterr()
-    assert main(["diagnose", *words, "--json"]) == 0
-    return {
-        one["cause"]: (one["factor"], one["unexplained"]) for one in json.loads(capsys.readouterr().out)["causes"]
-    }
-
-
 @needs_link
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in MARKED if "shm" not in str(name)])
-def test_known_link_slower_than_said_is_a_slow_wire(name, tmp_path, capsys):
+def test_known_link_slower_than_said_is_a_slow_wire(name, tmp_path, causes):
     sizes = ["experiment.blocks=[1,4]", "experiment.size=[262144,4194304]", "experiment.repeat=5"]
     run = str(ran(tmp_path, "hw=link", f"backend={name}", "hw.link.rate=500Mbps", "hw.link.delay=0.1ms", *sizes))
-    said = causes(capsys, run, "hw.link.rate=4Gbps")
+    said = causes(run, "hw.link.rate=4Gbps")
     assert next(iter(said)) == "slow wire"
     assert said["slow wire"][0] == pytest.approx(8.0, rel=0.4)
-    assert causes(capsys, run)["as expected"][1] < said["as expected"][1] / 2
+    assert causes(run)["as expected"][1] < said["as expected"][1] / 2
 
 
 @pytest.mark.slow
-def test_forced_tcp_is_told_from_shared_memory(tmp_path, capsys):
+def test_forced_tcp_is_told_from_shared_memory(tmp_path, causes):
     """A slow host, or one that polls late, slows copies through memory alike: one run is held against the other."""
     sizes = ["experiment.blocks=[1,4,32,256]", "experiment.size=[4096,65536]", "experiment.repeat=40"]
     unexplained = {}
     for name, options in (("nixl_shm", []), ("nixl_tcp", ["+backend.options.UCX_TLS=tcp"])):
         run = ran(tmp_path / name, "hw=loopback", f"backend={name}", *options, *sizes)
         assert main(["export", str(run), "--format", "nixlbench"]) == 0
-        said = causes(capsys, str(run / "nixlbench-write-1.txt"), "hw=loopback", "backend=nixl_shm")
+        said = causes(str(run / "nixlbench-write-1.txt"), "hw=loopback", "backend=nixl_shm")
         unexplained[name] = said["over TCP"][1] / said["as expected"][1]
     assert unexplained["nixl_tcp"] < 0.7 * unexplained["nixl_shm"]

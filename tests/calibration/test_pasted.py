@@ -5,7 +5,6 @@ import json
 import pytest
 
 from pdsim.calibration.pasted import Fact, facts, variables
-from pdsim.cli.main import main
 from pdsim.config.compose import compose
 
 HW = compose(["hw=2x8xh100", "backend=nixl"]).hw  # cards of 400 Gb/s
@@ -221,11 +220,6 @@ def test_variables_are_read_wherever_they_are_set():
     assert variables(text) == {"UCX_TLS": "rc,cuda_copy", "NCCL_IB_HCA": "mlx5_0", "MC_GID_INDEX": "3"}
 
 
-def diagnosed(capsys, *words):
-    assert main(["diagnose", *words]) == 0
-    return capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("times", "words", "beside", "before", "after"),
     [
@@ -241,23 +235,23 @@ def diagnosed(capsys, *words):
         (0.16, ["hw=2x8xh100"], "UCX_TLS=tcp,cuda_copy", "over TCP", "over TCP"),
     ],
 )
-def test_what_is_pasted_decides_where_times_leave_it_open(times, words, beside, before, after, tmp_path, capsys):
+def test_what_is_pasted_decides_where_times_do_not(times, words, beside, before, after, tmp_path, pdsim_prints):
     slow, said = tmp_path / "slow.csv", tmp_path / "said.txt"
     slow.write_text(f"pattern,blocks,size,seconds,memory\npair,1,268435456,{times},gpu")
     said.write_text(beside)
-    assert f"likely: {before}" in diagnosed(capsys, str(slow), *words, "backend=nixl")
-    out = diagnosed(capsys, str(slow), str(said), *words, "backend=nixl")
+    assert f"likely: {before}" in pdsim_prints("diagnose", slow, *words, "backend=nixl")
+    out = pdsim_prints("diagnose", slow, said, *words, "backend=nixl")
     assert f"likely: {after}" in out
     assert f"(speaks for {after.split(',')[0]}" in out
     assert "without it 1 x 256 MiB take" in out
 
 
-def test_facts_are_part_of_the_answer_and_no_times_are_refused(tmp_path, capsys):
+def test_facts_are_part_of_the_answer_and_no_times_are_refused(tmp_path, pdsim_prints, pdsim_refuses):
     both = tmp_path / "post.txt"
     both.write_text(f"KV Transfer metrics: Avg xfer time (ms)=300, Avg MB per transfer=313.0\n{IBSTAT}")
-    said = json.loads(diagnosed(capsys, str(both), "hw=2x8xh100", "backend=nixl_vllm", "--json"))
+    said = json.loads(pdsim_prints("diagnose", both, "hw=2x8xh100", "backend=nixl_vllm", "--json"))
     assert said["facts"][0] == ["slow wire", "mlx5_1: not active", 1.5]
     assert [one["seen"] != [] for one in said["causes"] if one["cause"] == "slow wire"] == [True]
     both.write_text(IBSTAT)
-    assert main(["diagnose", str(both), "hw=2x8xh100", "backend=nixl"]) == 2
-    assert "holds no times of transfers; name a log or a bench beside it" in capsys.readouterr().err
+    why = pdsim_refuses("diagnose", both, "hw=2x8xh100", "backend=nixl")
+    assert "holds no times of transfers; name a log or a bench beside it" in why

@@ -18,6 +18,7 @@ from pdsim.cli.main import main
 from pdsim.core.files import data
 from tests.support.engines import MARKED
 
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 CX7 = "transfers/mori-2x8xmi300x_cx7.csv"
 
 
@@ -51,42 +52,35 @@ def test_names_addresses_and_paths_are_taken_out(alice):
 
 
 @pytest.mark.slow
-def test_bundle_is_fitted_as_its_samples_are(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_bundle_is_fitted_as_its_samples_are(tmp_path, pdsim_prints):
     samples = data("calibration", "cx7-write.csv")
     written(tmp_path / "mine.zip", {CX7: samples.read_text(), "doctor.txt": "all well"})
-    assert main(["calibrate", "--from", "mine.zip"]) == 0
-    out = capsys.readouterr().out
+    out = pdsim_prints("calibrate", "--from", "mine.zip")
     words = ["hw=2x8xmi300x_cx7", "backend=mori"]
     assert f"to use it: pdsim run --config-dir mine {' '.join(words)}" in out
     assert main(["calibrate", "--from", str(samples), *words, "--name", "own"]) == 0
     made = fitted(tmp_path / "mine" / "calibration" / "mori-2x8xmi300x_cx7.yaml")
     assert made == fitted(tmp_path / "own.yaml")
-    capsys.readouterr()
-    assert main(["run", "--config-dir", "mine", *words, "experiment=transfer", "--cfg", "job"]) == 0
-    assert OmegaConf.create(capsys.readouterr().out).calibration.name == "mori-2x8xmi300x_cx7"
+    job = pdsim_prints("run", "--config-dir", "mine", *words, "experiment=transfer", "--cfg", "job")
+    assert OmegaConf.create(job).calibration.name == "mori-2x8xmi300x_cx7"
 
 
 @pytest.mark.slow
-def test_profile_and_machine_of_a_bundle_run_together(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_profile_and_machine_of_a_bundle_run_together(tmp_path, pdsim_prints):
     machine = "# a box\ndefaults: [8xh200, _self_]\nname: ourbox\n"
     forwards = gzip.decompress(data("compute", "h200_torch.csv.gz").read_bytes()).decode()
     texts = {"compute/forwards.csv": forwards, "hw.yaml": machine}
     written(tmp_path / "box.zip", texts, hw="ourbox")
-    assert main(["calibrate", "--from", "box.zip", "--to", "own"]) == 0
     words = "to use it: pdsim run --config-dir own hw=ourbox compute=forwards"
-    assert words in capsys.readouterr().out
+    assert words in pdsim_prints("calibrate", "--from", "box.zip", "--to", "own")
     assert main([*words.partition("pdsim ")[2].split(), "workload=smoke", "--quiet"]) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", [name for name in MARKED if "nixl_tcp" in str(name)])
-def test_real_transfers_go_into_a_bundle_without_names(name, tmp_path, monkeypatch, capsys, alice):
-    monkeypatch.chdir(tmp_path)
-    assert main(["probe", f"backend={name}"]) == 0
-    assert "bundle: probe-loopback.zip" in capsys.readouterr().out
+def test_real_transfers_go_into_a_bundle_without_names(name, tmp_path, pdsim_prints, alice):
+    assert "bundle: probe-loopback.zip" in pdsim_prints("probe", f"backend={name}")
     about, texts = bundle.read(tmp_path / "probe-loopback.zip")
     measured = [part for part in about["parts"] if part["status"] == "measured"]
     assert [part["part"] for part in measured][:1] == [f"transfers {name}"]
@@ -106,8 +100,7 @@ def test_real_transfers_go_into_a_bundle_without_names(name, tmp_path, monkeypat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in MARKED if "nixl_tcp" in str(name)])
-def test_part_that_fails_is_named_and_others_go_on(name, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_part_that_fails_is_named_and_others_go_on(name, tmp_path, capsys):
     assert main(["probe", f"backend={name}", "+backend.options.UCX_TLS=nothing"]) == 1
     assert re.search(rf"^transfers {name}: failed, nothing in .*; pdsim: ", capsys.readouterr().out, re.MULTILINE)
     parts = {part["part"]: part for part in bundle.read(tmp_path / "probe-loopback.zip")[0]["parts"]}
@@ -163,13 +156,11 @@ def test_gathers_of_a_run_become_rows(tmp_path):
         (["calibrate", "--from", "good.zip", "--no-fit"], "--no-fit measures only, and --from fits only; leave one"),
     ],
 )
-def test_what_is_no_bundle_is_refused(words, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_what_is_no_bundle_is_refused(words, message, tmp_path, pdsim_refuses):
     written(tmp_path / "good.zip", {CX7: "blocks,size\n1,1\n"})
     written(tmp_path / "empty.zip", {"doctor.txt": ""})
     written(tmp_path / "sly.zip", {}, hw="../x")
     for name, entry in (("other.zip", "a.txt"), ("none.zip", "doctor.txt")):
         with zipfile.ZipFile(name, "w") as archive:
             archive.writestr(entry, "")
-    assert main(words) == 2
-    assert message in capsys.readouterr().err
+    assert message in pdsim_refuses(*words)

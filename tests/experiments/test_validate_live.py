@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from experiments.validate_live import REST, in_turn, single_requests
-from pdsim.cli.main import main
 from pdsim.serving.workload import Request
 from pdsim.validation.verdicts import (
     BOUNDS,
@@ -87,32 +86,31 @@ def folder_of(output: Path) -> Path:
     return found
 
 
-def test_predictions_alone_need_no_server(tmp_path, capsys):
-    words = [*WORDS, "experiment.predict=only", f"output={tmp_path}/made"]
-    assert main(["validate", *words, "-v"]) == 0
+def test_predictions_alone_need_no_server(tmp_path, pdsim_prints):
+    assert "Predicted" in pdsim_prints(
+        "validate", *WORDS, "experiment.predict=only", f"output={tmp_path}/made", "-v"
+    )
     made = json.loads((folder_of(tmp_path / "made") / "expectations.json").read_text())
     assert set(made["predicted"]) == {"single-20", "load-0.5", "load-1"}
     assert len(made["requests"]["load-1"]) == 12
     assert made["requests"]["load-0.5"][-1][0] == pytest.approx(2 * made["requests"]["load-1"][-1][0])
-    assert "Predicted" in capsys.readouterr().out
 
 
-def test_without_a_server_it_says_what_is_missing(tmp_path, capsys):
-    assert main(["validate", *WORDS, f"output={tmp_path}"]) == 2
-    assert "set target=live, or experiment.stored=FOLDER" in capsys.readouterr().err
+def test_without_a_server_it_says_what_is_missing(tmp_path, pdsim_refuses):
+    assert "set target=live, or experiment.stored=FOLDER" in pdsim_refuses("validate", *WORDS, f"output={tmp_path}")
 
 
 @pytest.mark.slow
 @pytest.mark.live
-def test_a_server_is_predicted_measured_and_compared(llama, tmp_path, capfd):  # noqa: F811
+def test_a_server_is_predicted_measured_and_compared(llama, tmp_path, pdsim_prints, pdsim_refuses):  # noqa: F811
     live = ["target=live", f"live.url={llama.url}", "live.vocabulary=512", "live.warmup=0"]
     live.append("live.request={cache_prompt: false}")
     made = tmp_path / "made"
-    assert main(["validate", *WORDS, "experiment.predict=only", f"output={made}"]) == 0
+    pdsim_prints("validate", *WORDS, "experiment.predict=only", f"output={made}")
     expected = folder_of(made) / "expectations.json"
 
     # predicted elsewhere, measured here
-    assert main(["validate", *WORDS, *live, f"experiment.expected={expected}", f"output={tmp_path}/ran"]) == 0
+    pdsim_prints("validate", *WORDS, *live, f"experiment.expected={expected}", f"output={tmp_path}/ran")
     ran = folder_of(tmp_path / "ran")
     measured = json.loads((ran / "measurements.json").read_text())
     assert measured["expectations"] == json.loads(expected.read_text())["sha256"]
@@ -122,15 +120,11 @@ def test_a_server_is_predicted_measured_and_compared(llama, tmp_path, capfd):  #
 
     # other requests than those that were predicted are refused
     other = [*WORDS, *live, f"experiment.expected={expected}", "seed=1", f"output={tmp_path}/other"]
-    assert main(["validate", *other]) == 2
-    assert "predictions of other requests" in capfd.readouterr().err
+    assert "predictions of other requests" in pdsim_refuses("validate", *other)
 
-    capfd.readouterr()
     # compared again
     again = ["hw=loopback", "model=tiny", f"experiment.stored={ran}", "experiment.loads=[1.0]"]
-    assert main(["validate", *again, f"output={tmp_path}/again", "--json"]) == 0
-    summary = json.loads(capfd.readouterr().out)["metrics"]
+    summary = json.loads(pdsim_prints("validate", *again, f"output={tmp_path}/again", "--json"))["metrics"]
     assert summary["error_e2e_p50"]["value"] > 0
     (ran / "measurements.json").write_text((ran / "measurements.json").read_text().replace('"ok"', '"no"', 1))
-    assert main(["validate", *again, f"output={tmp_path}/changed"]) == 2
-    assert "was changed after it was written" in capfd.readouterr().err
+    assert "was changed after it was written" in pdsim_refuses("validate", *again, f"output={tmp_path}/changed")

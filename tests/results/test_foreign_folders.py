@@ -23,18 +23,6 @@ def validation(tmp_path):
     return Path(shutil.copytree(STORED, tmp_path / "validation"))
 
 
-@pytest.fixture
-def refused(capsys):
-    """Return a function that runs a command, which is refused, and returns the one line."""
-
-    def say(*words):
-        assert main([str(word) for word in words]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        return line
-
-    return say
-
-
 def rewritten(file, change):
     content = json.loads(file.read_bytes())
     del content["sha256"]
@@ -59,19 +47,19 @@ def stored(folder, tmp_path):
     ],
 )
 @pytest.mark.parametrize("command", ["report", "validate"])
-def test_a_validation_of_another_version_is_named(validation, tmp_path, refused, command, change, said):
+def test_a_validation_of_another_version_is_named(validation, tmp_path, pdsim_refuses, command, change, said):
     rewritten(validation / "measurements.json", change)
-    line = refused(command, *(stored(validation, tmp_path) if command == "validate" else [validation]))
+    line = pdsim_refuses(command, *(stored(validation, tmp_path) if command == "validate" else [validation]))
     assert line.startswith(f"pdsim: {validation}/")
     assert said in line
 
 
-def test_a_validation_of_servers_is_none_of_transfers(validation, tmp_path, refused):
+def test_a_validation_of_servers_is_none_of_transfers(validation, tmp_path, pdsim_refuses):
     parts = {"kind": "serving", "requests": {}, "predicted": {"load-1": {"ttft_p50": 0.11}}}
     rewritten(validation / "expectations.json", lambda content: (content.clear(), content.update(parts)))
     runs = {"runs": [{"load-1": [{"status": "ok", "ttft": 0.1}]}], "servers": {"a": "vllm"}}
     rewritten(validation / "measurements.json", lambda content: (content.pop("measured"), content.update(runs)))
-    line = refused("validate", *stored(validation, tmp_path))
+    line = pdsim_refuses("validate", *stored(validation, tmp_path))
     assert "has no measured, for it is of servers: use validate target=live" in line
     assert main(["report", str(validation), "-o", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
@@ -80,13 +68,13 @@ def test_a_validation_of_servers_is_none_of_transfers(validation, tmp_path, refu
 
 
 @pytest.mark.parametrize("command", ["show", "compare", "explain", "timeline"])
-def test_files_of_a_validation_alone_are_no_run(validation, refused, command):
-    assert f"without its run; see pdsim report {validation}" in refused(command, validation)
+def test_files_of_a_validation_alone_are_no_run(validation, pdsim_refuses, command):
+    assert f"without its run; see pdsim report {validation}" in pdsim_refuses(command, validation)
 
 
-def test_profile_without_pytorch_writes_nothing(monkeypatch, tmp_path, refused):
+def test_profile_without_pytorch_writes_nothing(monkeypatch, tmp_path, pdsim_refuses):
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert "profile needs PyTorch; pip install" in refused("profile", "--to", tmp_path / "new", "hw=8xh100")
+    assert "profile needs PyTorch; pip install" in pdsim_refuses("profile", "--to", tmp_path / "new", "hw=8xh100")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -109,10 +97,10 @@ def test_a_file_that_breaks_off_leaves_what_was_there(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["report", "timeline", "explain"])
-def test_a_table_under_the_name_of_another_is_refused(tmp_path, refused, command):
+def test_a_table_under_the_name_of_another_is_pdsim_refuses(tmp_path, pdsim_refuses, command):
     run = Run(make_config(tmp_path), command=("pdsim", "run")).finish(make_result())
     shutil.copy(run / "transfers.parquet", run / "requests.parquet")
-    assert refused(command, run) == (
+    assert pdsim_refuses(command, run) == (
         f"pdsim: {run / 'requests.parquet'} has no column id: it is the table of something else; "
         "it was changed since, so run it again"
     )

@@ -102,7 +102,7 @@ class Killed(BaseException):
     """Ends a run in the middle, as nothing that it could handle."""
 
 
-def test_a_killed_run_shows_what_it_had_written(tmp_path, monkeypatch, capsys):
+def test_a_killed_run_shows_what_it_had_written(tmp_path, monkeypatch, pdsim_prints):
     monkeypatch.setattr(requests, "JOURNAL_BLOCK", 8)
     assert main(["run", "--quiet", f"output={tmp_path / 'whole'}", *SERVED]) == 0
     (whole,) = (tmp_path / "whole").iterdir()
@@ -120,8 +120,7 @@ def test_a_killed_run_shows_what_it_had_written(tmp_path, monkeypatch, capsys):
             main(["run", "--quiet", f"output={tmp_path / 'killed'}", *SERVED])
     (folder,) = (tmp_path / "killed").iterdir()
     assert folder.name.endswith(INCOMPLETE)
-    assert main(["show", "--json", str(folder)]) == 0
-    shown = json.loads(capsys.readouterr().out)
+    shown = json.loads(pdsim_prints("show", "--json", str(folder)))
     assert shown["failures"] == ["the run ended early: these are 24 of 60 requests, which had ended by then"]
     assert shown["metrics"]["requests"]["value"] == 24
     assert [note for note in shown["notes"] if "larger sizes are extrapolated" in note]

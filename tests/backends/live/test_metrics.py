@@ -10,8 +10,6 @@ import pyarrow.parquet as pq
 import pytest
 from aiohttp import web
 
-from pdsim.cli.main import main
-
 BEFORE = 5  # transfers that a server had before the run
 LABELS = '{engine="0",model_name="tiny"}'
 
@@ -93,14 +91,12 @@ def serve():
     [(vllm, "vllm:nixl_xfer_time_seconds", 1.0), (sglang, "sglang:kv_transfer_latency_ms", 1e3)],
     ids=["vllm", "sglang"],
 )
-def test_histograms_of_transfers_are_kept_and_shown(serve, page, name, unit, tmp_path, capsys):
+def test_histograms_of_transfers_are_kept_and_shown(serve, page, name, unit, tmp_path, pdsim_prints):
     words = ["hw=loopback", "live.vocabulary=512", "workload.count=7", "workload.rate=100", "live.sample_every=10ms"]
     words += ["workload.output_mean=1", "workload.output_cv=0", "workload.input_mean=20", f"output={tmp_path}"]
-    assert main(["run", "-q", "target=live", f"live.url={serve(page)}", *words]) == 0
+    pdsim_prints("run", "-q", "target=live", f"live.url={serve(page)}", *words)
     (folder,) = tmp_path.iterdir()
-    capsys.readouterr()
-    assert main(["show", "-v", str(folder)]) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.split()[1:2] == [name]]
+    (line,) = [line for line in pdsim_prints("show", "-v", folder).splitlines() if line.split()[1:2] == [name]]
     _, _, count, mean, median = line.split()[:5]
     assert (int(count), float(mean), float(median)) == (7, pytest.approx(0.003 * unit), pytest.approx(0.003 * unit))
     summary = json.loads((folder / "summary.json").read_text())["metrics"]

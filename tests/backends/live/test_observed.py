@@ -92,7 +92,7 @@ def test_vllms_log_has_samples_of_its_reads(tmp_path):
     assert (row.blocks, row.size, row.operation, row.seconds) == (36864, 32768, "read", 0.142053)
 
 
-def test_what_sglang_reported_is_a_run_like_any_other(tmp_path, capsys):
+def test_what_sglang_reported_is_a_run_like_any_other(tmp_path, pdsim_prints):
     rows = pq.read_table(DATA / "sglang-2xh200" / "requests.parquet").to_pylist()
     rows = [row for row in rows if row["load"] == "fixed-40"]
     log = tmp_path / "meta.jsonl"
@@ -108,8 +108,7 @@ def test_what_sglang_reported_is_a_run_like_any_other(tmp_path, capsys):
     # the trace is a workload that the model can serve
     trace = tmp_path / "meta.trace.jsonl"
     again = [f"workload.trace={trace}", f"output={tmp_path}/model", "workload.count=20"]
-    assert main(["run", *words, *again]) == 0
-    assert "20 served in" in capsys.readouterr().out
+    assert "20 served in" in pdsim_prints("run", *words, *again)
     # and validate predicts it and compares
     words += [f"experiment.stored={folder}", "experiment.loads=[1.0]"]
     assert main(["validate", *words, f"output={tmp_path}/compared", "-v"]) == 0
@@ -118,6 +117,5 @@ def test_what_sglang_reported_is_a_run_like_any_other(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("words", [[], ["a", "b"], ["a", "--what"], ["a", "--to"]])
-def test_observe_says_what_it_takes(words, capsys):
-    assert main(["observe", *words]) == 2
-    assert "see pdsim observe --help" in capsys.readouterr().err
+def test_observe_says_what_it_takes(words, pdsim_refuses):
+    assert "see pdsim observe --help" in pdsim_refuses("observe", *words)

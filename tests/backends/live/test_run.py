@@ -7,7 +7,6 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from pdsim.cli.main import main
 from pdsim.results.schema import INSTANTS, LIVE, REQUESTS
 
 LLAMA = ("hw=loopback", "live.vocabulary=512", "live.request={cache_prompt: false}")
@@ -19,10 +18,10 @@ def only(folder: Path) -> Path:
 
 
 @pytest.mark.live
-def test_a_live_run_has_every_column(llama, tmp_path, capfd):
+def test_a_live_run_has_every_column(llama, tmp_path, pdsim_prints):
     words = ["workload.count=6", "workload.rate=20", *LLAMA, f"live.url={llama.url}/v1/"]
-    assert main(["run", "-q", "target=live", *words, f"output={tmp_path / 'live'}"]) == 0
-    assert main(["run", "-q", "target=model", *words, f"output={tmp_path / 'model'}"]) == 0
+    for target in ("live", "model"):
+        pdsim_prints("run", "-q", f"target={target}", *words, f"output={tmp_path / target}")
     live, model = only(tmp_path / "live"), only(tmp_path / "model")
     rows = pq.read_table(live / "requests.parquet").to_pylist()
     modelled = pq.read_table(model / "requests.parquet").to_pylist()
@@ -38,17 +37,15 @@ def test_a_live_run_has_every_column(llama, tmp_path, capfd):
     about = json.loads((live / "run.json").read_text())
     assert about["evidence"]["weakest"] == "measured"
     assert about["engine"] == ["llama.cpp"]
-    capfd.readouterr()
-    assert main(["compare", "--json", str(model), str(live)]) == 0
-    metrics = json.loads(capfd.readouterr().out)["metrics"]
+    metrics = json.loads(pdsim_prints("compare", "--json", model, live))["metrics"]
     assert all(value > 0 for name in ("ttft_p50_s", "tpot_p50_s", "e2e_p50_s") for value in metrics[name]["values"])
 
 
 @pytest.mark.live
-def test_requests_that_fail_are_named_and_make_the_run_partial(llama, tmp_path, capfd):
+def test_requests_that_fail_are_named_and_make_the_run_partial(llama, tmp_path, pdsim_says):
     words = ["workload.count=3", "workload.rate=20", "workload.input_mean=4000", "workload.input_cv=0"]
-    assert main(["run", "target=live", *words, *LLAMA, f"live.url={llama.url}", f"output={tmp_path}"]) == 1
-    assert "request 0: HTTP 400: server0: " in capfd.readouterr().out
+    status, out, _ = pdsim_says("run", "target=live", *words, *LLAMA, f"live.url={llama.url}", f"output={tmp_path}")
+    assert (status, "request 0: HTTP 400: server0: " in out) == (1, True)
     rows = pq.read_table(only(tmp_path) / "requests.parquet").to_pylist()
     assert {(row["ttft"], row["tokens"]) for row in rows} == {(None, 0)}
 
@@ -56,12 +53,12 @@ def test_requests_that_fail_are_named_and_make_the_run_partial(llama, tmp_path, 
 @pytest.mark.live
 @pytest.mark.skipif("PDSIM_VLLM_PYTHON" not in os.environ, reason="PDSIM_VLLM_PYTHON names no interpreter with vLLM")
 @pytest.mark.timeout(600)
-def test_a_pair_of_vllm_is_launched_hands_over_and_ends(tmp_path):
+def test_a_pair_of_vllm_is_launched_hands_over_and_ends(tmp_path, pdsim_prints):
     words = ["target=live", "hw=loopback", "backend=nixl_tcp", "live.engine=vllm", "live.launch=true"]
     words += ["kv.page_size=32", "scheduler.chunk=2048", "scheduler.decode_batch=16", "kv.pool=512MiB"]
     words += [f"live.python={os.environ['PDSIM_VLLM_PYTHON']}", "live.arguments=['--enforce-eager']"]
     words += ["live.environment={VLLM_CPU_OMP_THREADS_BIND: nobind, OMP_NUM_THREADS: '1'}", f"output={tmp_path}"]
-    assert main(["run", "-q", *words]) == 0
+    pdsim_prints("run", "-q", *words)
     folder = only(tmp_path)
     rows = pq.read_table(folder / "requests.parquet").to_pylist()
     assert {row["status"] for row in rows} == {"ok"}
@@ -71,10 +68,8 @@ def test_a_pair_of_vllm_is_launched_hands_over_and_ends(tmp_path):
     assert "KV" in (folder / "decode0.log").read_text()
 
 
-def test_other_experiments_do_not_run_live(tmp_path, capfd):
+def test_other_experiments_do_not_run_live(tmp_path, pdsim_refuses):
     words = ["target=live", "experiment=transfer", "live.url=http://127.0.0.1:9", f"output={tmp_path / 'none'}"]
-    assert main(["run", *words]) == 2
-    assert (
-        "experiment=transfer does not run on target=live; use target=model or target=real" in capfd.readouterr().err
-    )
+    said = "experiment=transfer does not run on target=live; use target=model or target=real"
+    assert said in pdsim_refuses("run", *words)
     assert not (tmp_path / "none").exists()
