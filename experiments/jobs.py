@@ -4,6 +4,7 @@
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import fsum
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -72,8 +73,9 @@ def _merged(outcomes: Mapping[str, Outcome]) -> Outcome:
         items = [(job, getattr(outcome, part)) for job, outcome in outcomes.items()]
         return {f"{job} {name}".strip(): value for job, values in items for name, value in values.items()}
 
-    seconds, events = (sum(getattr(each, part) for each in outcomes.values()) for part in ("seconds", "events"))
-    return Outcome(of_all("ranks"), seconds, of_all("links"), of_all("pools"), int(events))
+    seconds = fsum(each.seconds for each in outcomes.values())
+    events = sum(each.events for each in outcomes.values())
+    return Outcome(of_all("ranks"), seconds, of_all("links"), of_all("pools"), events)
 
 
 def microseconds(seconds: Sequence[float], q: float) -> float | None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
-from math import inf
+from math import fsum, inf
 
 import numpy as np
 import numpy.typing as npt
@@ -130,7 +130,7 @@ def plans(
                 "experiment=capacity needs requests that arrive at different times; choose workload=poisson or a "
                 "trace, and more than one request"
             )
-        alone = np.array([sum(prefill_iterations(what, [request.input])) for request in requests])
+        alone = np.array([fsum(prefill_iterations(what, [request.input])) for request in requests])
         ttft = percentile(alone.tolist(), 100 * attainment) or float(alone.max())
         steps, tpot = decode_rate(what, requests, config.slo.tpot)
         for which, tenant in enumerate(config.workload.tenants):

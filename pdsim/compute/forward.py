@@ -412,7 +412,7 @@ class OperatorForward:
     def _own(self, tokens: int) -> float:
         # the products of *tokens* that only their attention group computes
         own = (each for each in self._products[self.kernels.absorbed_prefill] if each[0].name in ATTENTION)
-        return sum(one.times * self.gemm(tokens, one.n, one.k, dtype) for one, dtype in own)
+        return math.fsum(one.times * self.gemm(tokens, one.n, one.k, dtype) for one, dtype in own)
 
     @cached_property
     def _by_tokens(self) -> tables.Curve:
@@ -444,7 +444,7 @@ class OperatorForward:
         model = self.model
         if self._table is None or not model.experts:
             return 0.0
-        seconds = sum(
+        seconds = math.fsum(
             one.times * self.gemm(rows * self.dp, one.n, one.k, dtype)
             for one, dtype in self._products[True]
             if one.name.startswith("shared")

@@ -60,7 +60,7 @@ def tiles_of(rows: float, tile: int, even: bool = True) -> float:
     spread = math.sqrt(2.0 * rows)
     first = max(1, math.floor((rows - 3.0 * spread) / tile))  # tiles that all have
     last = math.ceil((rows + 3.0 * spread) / tile)
-    return first + sum(0.5 * math.erfc((each * tile + 0.5 - rows) / spread) for each in range(first, last))
+    return first + math.fsum(0.5 * math.erfc((each * tile + 0.5 - rows) / spread) for each in range(first, last))
 
 
 def grouped(

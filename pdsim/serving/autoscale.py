@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import fsum
 from typing import Annotated, Any, NamedTuple, cast
 
 from pdsim.core import plugins
@@ -82,7 +83,7 @@ def thresholds(
     """
 
     def step(loads: Sequence[float], starting: int, up: float, down: float) -> int:
-        mean = sum(loads) / len(loads) if loads else 0.0
+        mean = fsum(loads) / len(loads) if loads else 0.0
         return len(loads) + starting + (0 if starting else (mean > up) - (mean < down))
 
     return (
@@ -104,9 +105,9 @@ def saturation(
         able = [load for load in loads if load < limit]
         if starting or not loads:
             return len(loads) + starting
-        if not able or limit - sum(able) / len(able) < spare:
+        if not able or limit - fsum(able) / len(able) < spare:
             return len(loads) + 1
-        return len(loads) - (len(able) > 1 and limit - sum(able) / (len(able) - 1) >= spare)
+        return len(loads) - (len(able) > 1 and limit - fsum(able) / (len(able) - 1) >= spare)
 
     return (
         step(view.prefill, view.starting[0], queue, queue_spare),

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from math import fsum
 from typing import Any
 
 import msgspec
@@ -200,7 +201,7 @@ class Deployment:
         chunks = [(done, min(self.chunk, given - done)) for done in range(0, given, self.chunk)]
         tokens = self.decode_pages * self.page_size
         step = self.engine.decode_step(self.decode_time, self.decode_batch) + self.decode_time.context * tokens
-        passing = self.prefill.pp * sum(self.prefill_seconds([chunk]) for chunk in chunks)
+        passing = self.prefill.pp * fsum(self.prefill_seconds([chunk]) for chunk in chunks)
         return passing + wanted * step
 
     def prefill_seconds(self, pieces: Sequence[tuple[int, int]]) -> float:
@@ -220,7 +221,7 @@ class Deployment:
             return 0.0
         cp, cost = self.prefill.cp, self.gather.cost
         rows = -(-tokens // cp)
-        return sum(each.count * cost.isolated_time(cp, rows * each.row) for each in self._gathered)
+        return fsum(each.count * cost.isolated_time(cp, rows * each.row) for each in self._gathered)
 
     @cached_property
     def _gathered(self) -> list[GatheredTensors]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import fsum, inf, isfinite
 
 from pdsim.core.errors import ConfigError
 from pdsim.serving.deployment import Deployment
@@ -105,7 +105,7 @@ def offered_load(job: Deployment, requests: Sequence[Request]) -> OfferedLoad | 
     batch = decoding.batch(job) if decoding.steps else job.decode_batch
     seconds = decoding.steps / batch * decoding.step(job, batch) + decoding.held_up if decoding.steps else 0.0
     return OfferedLoad(
-        prefill=share * sum(prefill_iterations(job, requests.input.tolist())) / len(job.prefills),
+        prefill=share * fsum(prefill_iterations(job, requests.input.tolist())) / len(job.prefills),
         decode=share * seconds / len(job.decodes),
         rate=rate,
         decode_batch=batch,
@@ -162,7 +162,7 @@ class _Decoding:
             held_up += engine.decode.admit + engine.decode.admit_token * prompt
             if reserved:
                 if prompt not in alone:
-                    alone[prompt] = sum(prefill_iterations(job, [prompt]))
+                    alone[prompt] = fsum(prefill_iterations(job, [prompt]))
                 before += size * alone[prompt]
         each = engine.tokens_a_step
         return cls(steps / each, tokens / each, pages / each, before, held_up)
@@ -200,7 +200,7 @@ def decode_rate(job: Deployment, requests: Sequence[Request], tpot: float) -> tu
     steps = decoding.steps / len(requests)
     prefill = 0.0
     if job.colocated and not job.engine.mixed:
-        prefill = sum(prefill_iterations(job, requests.input.tolist())) / len(requests)
+        prefill = fsum(prefill_iterations(job, requests.input.tolist())) / len(requests)
     alone = decoding.step(job, 1)
     if alone > tpot:
         return 0.0, alone

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from math import fsum
 from typing import Annotated, Any
 
 from pdsim.compute.forward import ForwardModel
@@ -255,7 +256,7 @@ class ServingEngine:
         >>> ServingEngine().tokens_a_step, ServingEngine(draft=3, acceptance=0.5).tokens_a_step
         (1, 1.875)
         """
-        return sum(self.acceptance**number for number in range(self.draft + 1)) if self.draft else 1
+        return fsum(self.acceptance**number for number in range(self.draft + 1)) if self.draft else 1
 
     def on_host(self) -> ServingEngine:
         """Return the engine with the costs of its host, `host_factor` times as long, and a factor of 1."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
-from math import inf
+from math import fsum, inf
 from typing import Any, Final
 
 from pdsim.core.clock import LAST, Alarm, Clock
@@ -75,7 +75,7 @@ class Link:
     @property
     def carried(self) -> float:
         """Bytes carried until now; a path that passes twice counts twice.  Linear in the number of paths."""
-        return sum(times * path.carried for path, times in self._paths.items())
+        return fsum(times * path.carried for path, times in self._paths.items())
 
     def is_implied(self) -> bool:
         # Each link of a cover is smaller than what it covers, in the order of capacity and index, so that links
