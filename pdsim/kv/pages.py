@@ -16,10 +16,11 @@ from itertools import accumulate
 from operator import itemgetter
 
 import numpy as np
-import numpy.typing as npt
+from mypy_extensions import mypyc_attr
 
 from pdsim.kv.layout import StateShape, window_span
 from pdsim.kv.tiers import Origin, Tiers
+from pdsim.transfer.batch import Int64s
 
 Pages = tuple[tuple[int, int], ...]
 """First page and count of each run, in the order of their tokens."""
@@ -27,7 +28,13 @@ Pages = tuple[tuple[int, int], ...]
 Runs = tuple[tuple[int, int, int], ...]
 """Source page, target page, count: pages that are neighbours on both sides."""
 
-Int64s = npt.NDArray[np.int64]
+
+@mypyc_attr(native_class=False)
+class ManyRuns(tuple[tuple[int, int], ...]):
+    """`Pages` of many runs, which know *columns*: their first pages, and the count of each."""
+
+    columns: tuple[Int64s, Int64s]
+
 
 ORDERS = ("best_fit", "queue", "stack")
 """How free pages are given out: see `page_pool`."""
@@ -42,6 +49,11 @@ def page_pool(order: str, pages: int, block: int = 1) -> PagePool:
     if order == "best_fit":
         return PagePool(pages, block)
     return FreeQueue(pages, last_first=order == "stack", block=block)
+
+
+def total(pages: Pages) -> int:
+    """Return how many *pages* there are."""
+    return int(pages.columns[1].sum()) if isinstance(pages, ManyRuns) else sum(map(itemgetter(1), pages))
 
 
 def after(pages: Pages, skip: int) -> Pages:
@@ -67,7 +79,7 @@ def before(pages: Pages, end: int) -> Pages:
     >>> before(((4, 3), (10, 2)), end=4)
     ((4, 3), (10, 1))
     """
-    if end >= sum(map(itemgetter(1), pages)):
+    if end >= total(pages):
         return pages
     runs = []
     for start, count in pages:
@@ -279,9 +291,7 @@ class PagePool:
 
     def _count_taken(self, count: int) -> None:
         self.unused -= count
-        used = self.used
-        if used > self.peak:
-            self.peak = used
+        self.peak = max(self.peak, self.used)
 
     def _taken_back(self, owner: int) -> Pages:
         if owner not in self.owners:
@@ -295,8 +305,7 @@ class FreeQueue(PagePool):
 
     So does vLLM's block pool (`v1/core/block_pool.py`; `kv_cache_manager.free` gives the blocks of a request back in
     reverse): ascending neighbours at first, later descending ones, which no descriptor covers together, then a
-    mixture.  With *last_first*, what was freed last is given out first, as by vLLM 0.26 with blocks that no prefix
-    cache keeps.
+    mixture.  With *last_first*, what was freed last is given out first.
 
     >>> pool = FreeQueue(4)
     >>> pool.allocate(1, 4), pool.release(1), pool.allocate(2, 2)
@@ -324,9 +333,7 @@ class FreeQueue(PagePool):
         block, first = self.block, self._head
         self._head += count // block
         taken = self._order[first : self._head]
-        if owner not in self._blocks:
-            self._blocks[owner] = array("q")
-        self._blocks[owner].frombytes(taken.tobytes())
+        self._blocks.setdefault(owner, array("q")).frombytes(taken.tobytes())
         if count == block:  # as of a request that grows
             return ((int(taken[0]), block),)
         return _runs(taken if block == 1 else np.add.outer(taken, np.arange(block)).ravel())
@@ -685,7 +692,9 @@ def _runs(numbers: Int64s | list[int]) -> Pages:
     pages = np.asarray(numbers, np.int64)
     if not len(pages):
         return ()
-    breaks = np.flatnonzero(pages[1:] - pages[:-1] != 1) + 1
-    starts = np.concatenate(([0], breaks))
-    counts = np.concatenate((breaks, [len(pages)])) - starts
-    return tuple(zip(pages[starts].tolist(), counts.tolist(), strict=True))
+    (breaks,) = (pages[1:] - pages[:-1] != 1).nonzero()
+    bounds = np.concatenate(([0], breaks + 1, [len(pages)]))
+    firsts, counts = pages[bounds[:-1]], bounds[1:] - bounds[:-1]
+    runs = ManyRuns(zip(firsts.tolist(), counts.tolist(), strict=True))
+    runs.columns = firsts, counts
+    return runs

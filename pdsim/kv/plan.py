@@ -14,15 +14,14 @@ from itertools import chain
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from pdsim.core.errors import InvalidBatch, MessageError
 from pdsim.kv.layout import AUX_ROWS, REGION, STAGING, WHOLE, HeadSlice, KvLayout, PageTable, RankShare
 from pdsim.kv.messages import Arrival, Chunk, RegisterPool
-from pdsim.kv.pages import Pages, Runs, cut, pair
+from pdsim.kv.pages import ManyRuns, Pages, Runs, cut, pair
 from pdsim.kv.policy import Policy
 from pdsim.transfer import Batch, Peer, Region
-from pdsim.transfer.batch import LazyBatch
+from pdsim.transfer.batch import Int64s, LazyBatch
 from pdsim.transfer.job import Rank
 
 PATHS = ("grouped", "sliced", "staged", "metadata")
@@ -34,7 +33,6 @@ PATHS = ("grouped", "sliced", "staged", "metadata")
 - metadata: first-token metadata and state alone, where the other paths do not carry them
 """
 
-Int64s = npt.NDArray[np.int64]
 Offsets = tuple[Int64s, Int64s, Int64s]  # source, target, size
 
 _AUX_SIZES = np.array(AUX_ROWS, np.int64)
@@ -111,7 +109,7 @@ class Planner:
                     return None
                 moved = self._planes_of((source + rows, target + rows), 1, rows)
             else:
-                sources, targets, sizes = _columns(runs, 3)
+                sources, targets, sizes = np.array(runs, np.int64).T
                 moved = self._count_rows(len(runs), sources, sizes, targets, sizes)
             if moved is None:
                 return None
@@ -126,12 +124,13 @@ class Planner:
     def _count_between(self, source: Pages, target: Pages) -> tuple[int, int] | None:
         if not source or not target:
             return None
-        (sources, counts), (targets, others) = _columns(source, 2), _columns(target, 2)
-        ends, other_ends = counts.cumsum(), others.cumsum()  # a pair ends where a run of either side does
-        if ends[-1] != other_ends[-1] or counts.min() < 1:
+        (sources, counts), (targets, others) = _columns(source), _columns(target)
+        ends = np.concatenate((counts.cumsum(), others.cumsum()))  # a pair ends where a run of either side does
+        if ends[len(counts) - 1] != ends[-1] or counts.min() < 1:
             return None
-        runs = len({*ends.tolist(), *other_ends.tolist()})
-        return self._count_rows(runs, sources, counts, targets, others)
+        ends.sort()
+        runs = 1 + np.count_nonzero(ends[1:] != ends[:-1])
+        return self._count_rows(int(runs), sources, counts, targets, others)
 
     def _count_rows(
         self, runs: int, sources: Int64s, counts: Int64s, targets: Int64s, others: Int64s
@@ -165,8 +164,11 @@ class Planner:
         return Batch(self._source, self._target, *(columns or [np.empty(0, np.int64)] * 3))
 
 
-def _columns(rows: Pages | Runs, width: int) -> Int64s:
-    return np.fromiter(chain.from_iterable(rows), np.int64, width * len(rows)).reshape(-1, width).T
+def _columns(pages: Pages) -> tuple[Int64s, Int64s]:
+    if isinstance(pages, ManyRuns):
+        return pages.columns
+    rows = np.fromiter(chain.from_iterable(pages), np.int64, 2 * len(pages))
+    return rows[::2], rows[1::2]
 
 
 planner = lru_cache(maxsize=64)(Planner)

@@ -18,7 +18,7 @@ from pdsim.core.errors import MessageError, PeerLost
 from pdsim.kv.contents import KvPool
 from pdsim.kv.layout import REGION, RankMap, RankShare
 from pdsim.kv.messages import Chunk, RankQuiesced, ReadRequest, RegisterPool, TransferDone
-from pdsim.kv.pages import Pages, after, before, pair
+from pdsim.kv.pages import Pages, after, before, pair, total
 from pdsim.kv.plan import Peers, Planner, planner
 from pdsim.kv.push import when_settled
 from pdsim.transfer import Batch, Notification, Peer, Transfer
@@ -151,7 +151,7 @@ class KvReader:
             self.peers.wait(message.prefill, message.room, lambda: self._begin(room))
             return
         state = tuple(map(pair, message.source_state, message.state))
-        count = sum([count for _, count in message.source])
+        count = total(message.source)
         for index, source in self.peers.of(message.prefill).items():
             share = self._map.share(index, count) if "kv" in source.components else range(0)
             here, there = message.pages, message.source
@@ -222,7 +222,7 @@ class KvReader:
         request = room.request
         if self.pool.checks(request.room):
             pages = first(request.pages, request.source)
-            held = -(-request.input // self.layout.page_size) - sum(count for _, count in request.source)
+            held = -(-request.input // self.layout.page_size) - total(request.source)
             if reason := self.pool.verify(request.room, request.input, pages, request.state, held):
                 self._fail(room, MessageError(reason), "")
                 return
@@ -236,4 +236,4 @@ def first(pages: Pages, others: Pages) -> Pages:
     >>> first(((4, 3), (10, 2)), ((0, 4),))
     ((4, 3), (10, 1))
     """
-    return before(pages, sum([count for _, count in others]))
+    return before(pages, total(others))

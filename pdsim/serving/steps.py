@@ -500,6 +500,7 @@ class GrowingMemory:
         self._pool = pool
         self._batch = batch
         self._lacking: list[tuple[int, int]] = []  # room and pages, of the next step
+        self._block = job.page_size * pool.block  # tokens
 
     def admits(self, tokens: int, others: int) -> bool:
         """Return whether a request of *tokens* may have pages beside *others*, a number of requests that have some.
@@ -513,16 +514,16 @@ class GrowingMemory:
         return self._pool.free - kept >= self._pages(tokens + reserved)
 
     def _pages(self, tokens: int) -> int:
-        return self._pool.rounded(-(-tokens // self._job.page_size))
+        return -(-tokens // self._block) * self._pool.block
 
     def short(self) -> bool:
         """Return whether there are too few pages for the next step of all."""
         if not self.grows:
             return False
-        pool = self._pool
-        needs = [(number, self._pages(tokens) - pool.count(number)) for number, tokens in self._batch.contexts()]
-        self._lacking = sorted(need for need in needs if need[1] > 0)
-        return sum(pages for _, pages in self._lacking) > self._pool.free
+        size, block, count = self._block, self._pool.block, self._pool.count
+        needs = [(number, -(-tokens // size) * block - count(number)) for number, tokens in self._batch.contexts()]
+        self._lacking = sorted([need for need in needs if need[1] > 0])
+        return sum([pages for _, pages in self._lacking]) > self._pool.free
 
     def victim(self, policy: Scheduler, rooms: Mapping[int, Any]) -> int:
         """Return which of *rooms*, in the order in which they joined the batch, *policy* has give its pages up."""
