@@ -40,7 +40,7 @@ from experiments.faults.settings import (
     used,
     with_two_sizes,
 )
-from experiments.faults.shortcuts import compared, long_prompts
+from experiments.faults.shortcuts import compared, long_prompts, sleeping
 from pdsim.compute.forward import Compute
 from pdsim.config import Config
 from pdsim.hardware.costs import Engine, EngineModel
@@ -359,6 +359,7 @@ def draw(
         machine = replace(machine, gpu=replace(machine.gpu, memory_rate=2 * machine.interconnect.rate))
     if "runs" in kinds:
         job, requests = long_prompts(job, requests, random("runs"))
+        machine = replace(machine, host=sleeping(machine.host, random("runs.host")))
     if "users" in kinds:
         job, requests = used(job, requests, random("users"))
     if "wakes" in kinds:

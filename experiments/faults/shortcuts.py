@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import count
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +18,8 @@ from unittest.mock import patch
 import numpy as np
 
 from experiments.faults.causes import Scenario
+from experiments.faults.settings import late_programs
+from pdsim.hardware.machine import Host
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.forward_runs import ForwardRuns
 from pdsim.serving.settings import HostCosts
@@ -41,15 +43,20 @@ _APART = 1e-5
 def long_prompts(
     job: Deployment, requests: Sequence[Request], random: np.random.Generator
 ) -> tuple[Deployment, list[Request]]:
-    """Return *job* whose host knows when forwards end and is faster than they are, and long *requests*."""
-    more, send, slower = random.random(3).tolist()
-    costs = {each.name: getattr(job.engine.prefill, each.name) / 100 for each in fields(HostCosts)}
+    """Return *job* whose host launches ahead, in a moment or for as long as forwards, and long *requests*."""
+    more, slower, variation, busy = random.random(4).tolist()
+    share = iter(random.random(8).tolist())
+    names = "arrive", "admit", "step", "launch", "send", "send_next", "posted_beside", "posted_more"
+    costs = {name: 10.0 ** (-6.0 + 3.5 * next(share)) for name in names}
+    costs["launch"] /= job.shape.layers
     engine = replace(
         job.engine,
         ahead=True,
         overlap=True,
         noticed="decode",
-        prefill=HostCosts(**(costs | {"send": 10.0 ** (-6.0 + 2 * send)})),
+        prefill=HostCosts(**costs),
+        variation=max(0.0, variation - 0.5),
+        busy=1.0 + max(0.0, 2 * busy - 1.0),
     )
     notify = "write" if job.handoff.notify == "poll" else job.handoff.notify
     queues = min(1, job.handoff.queues)  # writes of several queues end at one instant, in any order
@@ -68,6 +75,14 @@ def long_prompts(
         request._replace(arrival=request.arrival * spread, input=many)
         for request, many in zip(requests[:_FEW], tokens, strict=False)
     ]
+
+
+def sleeping(host: Host, random: np.random.Generator) -> Host:
+    """Return *host*, of which a third acts at once, a third later, and a third later still after a rest."""
+    kind, late = random.random(), late_programs(host, random)
+    if kind < 1 / 3:
+        return host
+    return late if kind < 2 / 3 else replace(late, idle_wake=0.0)
 
 
 def compared(scenario: Scenario) -> tuple[list[Violation], list[str], int, Counter[str]]:

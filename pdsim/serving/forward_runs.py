@@ -3,12 +3,14 @@
 
 Nothing but the failure of the request changes which forwards these are: it is the first in the queue, and takes each
 of them whole.  So the leader sends `Forwards`, and each rank knows when they end and when their KV is posted.  What
-comes meanwhile only changes the pace of the leader's host, and by that when it posts.
+comes meanwhile changes when hosts act that sleep, and what the leader's host draws for launches and posts: then all
+that is ahead is worked out anew.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +22,13 @@ from pdsim.kv.messages import Chunk, Forwards
 from pdsim.kv.pages import cut
 from pdsim.kv.push import KvSender
 from pdsim.serving.policies import takes_first
-from pdsim.serving.steps import PostingHost, SchedulerHost
+from pdsim.serving.steps import PostingHost, iteration_seconds
 
 if TYPE_CHECKING:
     # their module imports this one
     Scheduler = Any
     Request = Any
     Worker = Any
-
-MARGIN = 3.0
-"""How many times as long a forward must take as what the host does beside it, on average: then it never waits."""
 
 
 def further(scheduler: Scheduler, room: Request, chunk: Chunk) -> tuple[Chunk, tuple[float, ...]]:
@@ -48,11 +47,9 @@ def further(scheduler: Scheduler, room: Request, chunk: Chunk) -> tuple[Chunk, t
     most = (room.total - room.done - 1) // size
     runs = cut(room.runs, chunk.first_page - chunk.held, pages * (most + 1))[:1]
     most = min(most, runs[0][2] // pages - 1)
-    seconds = [job.prefill_time.prefill([(room.done + n * size, size)]) for n in range(max(0, most))]
-    costs, busy = scheduler.host.costs, job.engine.busy
-    beside = max(costs.step * busy, costs.launch * busy + costs.posted_beside + costs.posted_more)
-    if not seconds or min(seconds) < MARGIN * beside:
+    if most <= 0:
         return chunk, ()
+    seconds = [job.prefill_time.prefill([(room.done + n * size, size)]) for n in range(most)]
     room.done += most * size
     room.sent += most * pages
     room.chunks += most
@@ -64,7 +61,7 @@ def _has_runs(scheduler: Scheduler) -> bool:
     exact = engine.ahead and engine.overlap and engine.noticed != "prefill" and engine.prefill.send > 0.0
     alone = not (job.cache.prefill or job.cache.tiered or job.gather or job.prefill_time.exchange)
     plain = isinstance(scheduler.mover.sender, KvSender) and not (job.layerwise or job.staging)
-    known = bool(scheduler.engine.ends((0.0,))) and job.prefill.pp == 1 and not job.chunk % job.page_size
+    known = scheduler.engine.schedules and job.prefill.pp == 1 and not job.chunk % job.page_size
     beside = job.handoff.queues and job.handoff.notify != "poll"  # else posts may hold the scheduler up
     return bool(exact and alone and plain and known and beside and takes_first(scheduler.policy))
 
@@ -72,30 +69,105 @@ def _has_runs(scheduler: Scheduler) -> bool:
 class ForwardRun:
     """The forwards of *message*: number *n* ends at ``ends[n]``, and its KV is posted at ``turns[n]``."""
 
-    def __init__(self, message: Forwards, ends: list[float], posts: PostingHost, last: Event, over: Event) -> None:
+    def __init__(self, message: Forwards, posts: PostingHost, last: Event, over: Event) -> None:
         self.message = message
         self.chunk = message.chunks[0]
-        self.pages = self.chunk.runs[0][2] // len(ends)
-        self.ends = ends
-        self.turns: list[float] = []  # once the first has ended: those before have drawn theirs
+        self.pages = self.chunk.runs[0][2] // (1 + len(message.more))
+        self.forwards: Any = None  # `pdsim.sim.hosts.ScheduledComputations`
+        self.ends: list[float] = []  # of those
+        self.turns: list[float] = []  # of a follower once the first has ended: those before have drawn theirs
+        self.expected: tuple[list[float], list[float]] = [], []  # ends and turns
         self.last = last  # when the last forward begins, or the request has failed
         self.over = over
-        self.stopped = 0.0  # if the request has failed: seconds of the forward after the last one
+        self.stopped = 0.0  # if the request has failed: seconds of the forward after the last one, if that is chosen
         self.posting = False  # whether the first has been posted
         self.together = False  # whether all are one sequence of writes
         self.posted = 0  # of those that are not
+        self.passed = 0  # forwards whose end has passed
         self._posts = posts
-        self._passed = 0
 
     def pass_by(self, now: float) -> None:
         """Take note that those that end until *now* have ended."""
         passed = bisect_right(self.ends, now)
-        self._posts.go_by(self.turns[self._passed : passed])
-        self._passed = passed
+        self._posts.go_by_turns(self.turns[self.passed : passed])
+        self.passed = passed
+
+    def set_turn(self, number: int, end: float, late: float = 0.0) -> None:
+        """Have the KV of *number*, which ends at *end*, posted after the others, *late* seconds later than usual."""
+        place = number - self.passed
+        if place >= 0:
+            del self.turns[number:]
+            self.turns += self._posts.ahead([end], place, self.turns[-1] if place else None, late)
 
     def retime(self) -> None:
-        """Have those that have not ended posted as the host's pace now says."""
-        self.turns[self._passed :] = self._posts.ahead(self.ends[self._passed :])
+        """Have the KV of those that have not ended posted, each as it ends."""
+        self.turns[self.passed :] = self._posts.ahead(self.ends[self.passed :])
+
+
+class Launches:
+    """How the host of *scheduler* launches the forwards of *run*, each while the one before goes on.
+
+    They are chosen, take as long and cost the host as if `PrefillScheduler` chose them one by one.
+    """
+
+    def __init__(self, scheduler: Scheduler, run: ForwardRun) -> None:
+        self._scheduler = scheduler
+        self._run = run
+        self._ends = [scheduler.launched]  # of the launch of each forward
+        self._choices: list[float] = []  # when each but the first is chosen
+        self._chosen = 0  # how many of them have been
+
+    def catch_up(self) -> None:
+        """Draw the costs of forwards that have been chosen by now, and of posts of those that have ended."""
+        now = self._scheduler.clock.now
+        self._run.pass_by(now)
+        chosen = bisect_right(self._choices, now)
+        if chosen > self._chosen:
+            self._scheduler.host.go_by(chosen - self._chosen)
+            self._scheduler.launched = self._ends[chosen]
+            self._chosen = chosen
+
+    def stop(self, begun: int) -> float:
+        """Choose no more; return the seconds of the forward after the *begun*, 0 if that is not chosen."""
+        del self._choices[self._chosen :]
+        return self._run.forwards.seconds[begun] if self._chosen >= begun else 0.0
+
+    def after(self, forwards: Any, number: int) -> float:
+        """Return the seconds of the one of *forwards* after *number*, whose end is known; 0 if there is none."""
+        run, acts = self._run, forwards.ends[number]
+        if number + 1 == len(forwards.seconds):
+            run.set_turn(number, acts)
+            return 0.0
+        launched, over = self._ends[number], forwards.begins[number] + forwards.seconds[number]
+        unseen = over <= launched < acts  # its launch ends after it, and before the host knows of its end
+        if unseen:
+            run.set_turn(number, acts)
+        if number < self._chosen:
+            seconds: float = forwards.seconds[number + 1]
+        else:
+            seconds = self._choose(number, forwards.begins[number], over, acts)
+        if not unseen:
+            run.set_turn(number, acts, max(0.0, self._ends[number + 1] - acts))
+        return seconds
+
+    def _choose(self, number: int, begin: float, over: float, acts: float) -> float:
+        # As `PrefillScheduler.next_forward`: when the forward before has been launched or, if that takes longer than
+        # itself, at its end.
+        scheduler, run, launched = self._scheduler, self._run, self._ends[number]
+        costs = scheduler.host.costs
+        at, posts = (max(begin, launched), number) if launched < over else (acts, number + (launched < acts))
+        step, launch = scheduler.host.ahead_of(number - self._chosen)
+        posting = scheduler.worker.posts.due(at) + posts - bisect_right(run.turns, at, run.passed, posts)
+        beside = costs.posted_beside + costs.posted_more * (posting - 1) if posting else 0.0
+        del self._choices[number:], self._ends[number + 1 :]
+        self._choices.append(at)
+        self._ends.append(at + launch + beside)
+        seconds: float = iteration_seconds(run.message.more[number], costs.launch, step, True)
+        if over <= launched < acts:
+            seconds = max(seconds + beside, self._ends[-1] - acts)
+        else:
+            seconds = max(seconds, self._ends[-1] - over)
+        return seconds
 
 
 class ForwardRuns:
@@ -107,104 +179,96 @@ class ForwardRuns:
         self._engine = worker.engine
         self._clock = worker.engine.clock
         self.open: list[ForwardRun] = []  # whose KV is not all posted
-        self._choices: list[float] = []  # when the forwards of the last are chosen that have not been, on the clock
-        self._pace = 1.0  # of the host, for which turns are worked out
+        self._launches: Launches | None = None  # of the last, on the rank that schedules
 
     def begin(self, message: Forwards) -> ForwardRun:
         """Begin the forwards of *message* now."""
-        clock = self._clock
-        ends = self._engine.ends((message.seconds, *message.more))
-        run = ForwardRun(message, ends, self._worker.posts, clock.event(), clock.event())
+        clock, scheduler = self._clock, self._worker.scheduler
+        run = ForwardRun(message, self._worker.posts, clock.event(), clock.event())
+        if scheduler is not None:
+            self._launches = Launches(scheduler, run)
+        name = message.incarnation, run.chunk.room, run.chunk.index
+        seconds = (message.seconds, *message.more)
+        run.forwards = self._engine.schedule(name, seconds, partial(self._expect, run), self._launches)
+        run.ends = run.forwards.ends
         self.open.append(run)
-        clock.call_at(ends[0], self._end_first, run)
-        clock.call_at(ends[-1], self._end, run)
-        if not self._engine.index:
-            clock.call_at(ends[-2], self._begin_last, run)
+        self._expect(run)
         return run
 
-    def pass_by(self, now: float) -> None:
-        """Take note of the forwards that have ended until *now*."""
-        for run in self.open:
-            run.pass_by(now)
-
-    def chosen(self, launched: float) -> ForwardRun:
-        """Return the run that begins now, whose first forward is launched until then: others as one begins."""
-        run = self.open[-1]
-        self._choices = [max(self._clock.now, launched), *run.ends[:-2]]
-        return run
-
-    def catch_up(self, host: SchedulerHost) -> None:
-        """Draw the costs of *host* for forwards that have been chosen by now."""
-        passed = bisect_right(self._choices, self._clock.now)
-        for _ in range(passed):
-            host.step()
-            host.launch()
-        del self._choices[:passed]
-        self.pass_by(self._clock.now)
-
-    def retime(self) -> None:
-        """Post what has not been computed as the host's pace says, if that has changed."""
-        clock, pace = self._clock, self._worker.posts.pace
-        if pace == self._pace:
-            return
-        self._pace = pace
-        self.pass_by(clock.now)
-        for run in self.open:
-            if not run.turns or run.ends[-1] <= clock.now:
-                continue
+    def _expect(self, run: ForwardRun) -> None:
+        # Act at ends and turns, which are known or have changed; what has been expected at others does nothing then.
+        clock, ends, turns = self._clock, run.ends, run.turns
+        if self._launches is None and turns:
+            run.pass_by(clock.now)
             run.retime()
-            if not run.posting:
-                clock.call_at(run.turns[0], self._begin_to_post, run)
-            elif run.together:
-                self._sender.retime(run.chunk.room, run.turns)
-                clock.call_at(run.turns[-1], self._all_posted, run)
-            else:
-                clock.call_at(run.turns[run.posted], self._post_next, run)
+        if run.expected == (ends, turns):
+            return
+        run.expected = ends[:], turns[:]
+        if not turns:
+            clock.call_at(ends[0], self._end_first, run)  # before `_end`, should one be left
+        clock.call_at(ends[-1], self._end, run)
+        if self._launches is not None and not run.last.triggered:
+            clock.call_at(ends[-2], self._begin_last, run)
+        if not turns:
+            return
+        if not run.posting:
+            clock.call_at(turns[0], self._begin_to_post, run)
+        elif run.together:
+            self._sender.retime(run.chunk.room, turns)
+            clock.call_at(turns[-1], self._all_posted, run)
+        elif run.posted < len(turns):
+            clock.call_at(turns[run.posted], self._post_next, run)
+
+    def catch_up(self) -> None:
+        """Draw the costs of the scheduler's host for what has been chosen, and has ended, by now."""
+        if self._launches is not None:
+            self._launches.catch_up()
+
+    def go_on(self) -> None:
+        """Go on at the pace of the scheduler's host, which has changed, and with other draws."""
+        if self.open and not self.open[-1].over.triggered:
+            self.open[-1].forwards.move()
 
     def stop(self, room: int) -> None:
         """Let the forward of *room* that is under way be its last: the request has failed."""
-        clock = self._clock
-        for run in self.open:
-            under_way = bisect_right(run.ends, clock.now)
-            if run.chunk.room == room and under_way < len(run.ends) - 1:
-                run.pass_by(clock.now)
-                run.stopped = run.message.more[under_way]
-                self._choices = [at for at in self._choices if at <= clock.now]
-                del run.ends[under_way + 1 :], run.turns[under_way + 1 :]
-                clock.call_at(run.ends[-1], self._end, run)
-                if run.posting and run.together:
-                    clock.call_at(run.turns[-1], self._all_posted, run)
-                if not run.last.triggered:
-                    run.last.succeed()
+        run, launches = self.open[-1] if self.open else None, self._launches
+        if run is None or launches is None or run.chunk.room != room or run.over.triggered:
+            return
+        begun = bisect_right(run.forwards.begins, self._clock.now)
+        if begun < len(run.forwards.seconds):
+            launches.catch_up()
+            run.stopped = launches.stop(begun)
+            if not run.last.triggered:
+                run.last.succeed()
+            run.forwards.stop(begun)
+
+    # --- ends of forwards ---
 
     def _end_first(self, run: ForwardRun) -> None:
-        self._pace = self._worker.posts.pace
-        run.retime()
-        self._clock.call_at(run.turns[0], self._begin_to_post, run)
+        if not run.turns and self._clock.now >= run.ends[0]:
+            run.retime()
+            self._expect(run)
 
     def _begin_last(self, run: ForwardRun) -> None:
-        if not run.last.triggered:
+        if not run.last.triggered and self._clock.now >= run.ends[-2]:
             fire(run.last)
 
     def _end(self, run: ForwardRun) -> None:
-        if not run.over.triggered:
-            if self._worker.launching is not None:
-                self._put_off(run, self._worker.launching(0.0))
+        if not run.over.triggered and self._clock.now >= run.ends[-1]:
+            run.forwards.conclude()
+            if self._worker.scheduler is not None:
+                self._put_off(run, self._worker.scheduler.launching(0.0))
             run.pass_by(inf)
             self._worker.ended()
             fire(run.over)
 
     def _put_off(self, run: ForwardRun, late: float) -> None:
         # The host still launches the next forward for *late* seconds, if others begin with it: then it posts.
-        if late and self._clock.now < run.turns[-1]:
-            run.turns[-1] += late
-            if run.posting and run.together:
-                self._sender.retime(run.chunk.room, run.turns)
-                self._clock.call_at(run.turns[-1], self._all_posted, run)
-            elif run.posting:
-                self._clock.call_at(run.turns[-1], self._post_next, run)
+        if late:
+            run.set_turn(len(run.ends) - 1, run.ends[-1], late)
+            self._expect(run)
 
-    # --- posting; an event that has been put off, or brought forward, comes too early or too late ---
+    # --- posting ---
 
     def _begin_to_post(self, run: ForwardRun) -> None:
         if not run.posting and self._clock.now >= run.turns[0] and not self._engine.has_ended:

@@ -8,7 +8,7 @@ and when a request may start and is over for that, is the handoff's (`pdsim.serv
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from msgspec.structs import replace
@@ -194,10 +194,10 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
         self._idle: Event | None = None
         self._next: Forward | None = None
         self._begun: list[int] = []  # failed rooms of it, which ranks hear of when it has begun
-        self._launched = self._ends = 0.0  # with ``ahead``, on the clock, of the last launch and the running forward
+        self.launched = self._ends = 0.0  # with ``ahead``, on the clock, of the last launch and the running forward
         self._held_up = 0.0  # seconds that the requests which the next forward begins hold it up
         self.has_runs: bool | None = None  # whether forwards may be chosen at once, when that has been asked
-        worker.launching = self.launching
+        worker.scheduler = self
         self.tiers: TierScheduler | None = None
         if worker.tiers is not None and tiers is not None:
             self.tiers = TierScheduler(engine, tiers, pages, mover.layout, worker.tiers, self.wake)
@@ -227,11 +227,11 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
         now = self.clock.now
         room = PrefillRequest(request, self.job.prefill.size)
         if self.worker.runs is not None:
-            self.worker.runs.catch_up(self.host)
+            self.worker.runs.catch_up()
         self.host.pace = self.worker.posts.take(now, self.job.engine.busy)
-        if self.worker.runs is not None:
-            self.worker.runs.retime()
         room.ready = now + self.host.arrive(request.input, now)
+        if self.worker.runs is not None:
+            self.worker.runs.go_on()
         if request.hints is not None:
             room.priority = request.hints.priority
             room.keys = page_keys(request.hints.blocks, request.input, self.job.page_size)
@@ -376,19 +376,18 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
     def _choose_ahead(self, forward: Forward) -> Program:
         # The next one is chosen when the host has launched this one, and is launched while the GPU computes: what
         # comes later waits for the one after.  Where nothing waits then, the next is chosen at this one's end.
-        seconds = forward.seconds
+        self._ends = self.clock.now + forward.seconds + self.job.gather_seconds(sum(forward.tokens))
         if isinstance(forward, Forwards):
             assert self.worker.runs is not None
-            run = self.worker.runs.chosen(self._launched)
+            run = self.worker.runs.open[-1]
             yield run.last
-            self.worker.runs.catch_up(self.host)
-            if run.stopped and self.clock.now >= self._launched:  # the one after is launched, and computes nothing
+            self.worker.runs.catch_up()
+            if run.stopped:  # the one after is launched, and computes nothing
                 self._next = Forward(forward.incarnation, run.stopped, ())
                 return
-            seconds = run.ends[-1] - self.clock.now if run.stopped else forward.more[-1]
-        self._ends = self.clock.now + seconds + self.job.gather_seconds(sum(forward.tokens))
-        if self._launched < self._ends:
-            yield self.clock.timeout(max(0.0, self._launched - self.clock.now))
+            self._ends = run.forwards.begins[-1] + run.forwards.seconds[-1]
+        if self.launched < self._ends:
+            yield self.clock.timeout(max(0.0, self.launched - self.clock.now))
             yield from self._posting()
             if self.clock.now <= self._ends:
                 self._next = self.next_forward(ahead=True)
@@ -527,9 +526,9 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
     def launching(self, forward: float) -> float:
         """Return for how long the end of a *forward* is not seen to: an overlap loop launches the next one first."""
         if self.job.engine.ahead:
-            if self._next is None and self._launched >= self.clock.now:  # a forward that its launch bounds
+            if self._next is None and self.launched >= self.clock.now:  # a forward that its launch bounds
                 self._next = self.next_forward(ahead=True)
-            return max(0.0, self._launched - self.clock.now)
+            return max(0.0, self.launched - self.clock.now)
         if not self.job.engine.overlap or not self._queue:
             return 0.0
         return max(0.0, 2 * self.host.costs.launch - forward)
@@ -541,10 +540,10 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
         beside = costs.posted_beside + costs.posted_more * (posting - 1) if posting else 0.0
         if not self.job.engine.ahead:
             return forward + held_up + beside
-        self._launched = self.clock.now + held_up + self.host.launch() + beside
+        self.launched = self.clock.now + held_up + self.host.launch() + beside
         if not ahead:
-            return max(forward + held_up + beside, self._launched - self.clock.now)
-        return max(forward, self._launched - self._ends)
+            return max(forward + held_up + beside, self.launched - self.clock.now)
+        return max(forward, self.launched - self._ends)
 
 
 class PrefillWorker:
@@ -555,7 +554,7 @@ class PrefillWorker:
         self.engine = engine
         self.mover = mover
         self.posts = PostingHost(job.engine.prefill, job.engine.variation, job.seed, f"{engine.instance}.send")
-        self.launching: Callable[[float], float] | None = None  # of the rank that schedules
+        self.scheduler: PrefillScheduler | None = None  # of the first rank
         self._passed = [0.0] * job.prefill.at(engine.index).pp  # when each earlier stage ends its last forward
         self._gathering: Event | None = None  # of the last forward that is gathered or has been
         self._computing = 0  # forwards that have not ended; the device ends each
@@ -679,7 +678,7 @@ class PrefillWorker:
     def _computed(self, message: Forward) -> None:
         self.ended()
         clock = self.engine.clock
-        late = 0.0 if self.launching is None else self.launching(message.seconds)
+        late = 0.0 if self.scheduler is None else self.scheduler.launching(message.seconds)
         turns = self.posts.turns(clock.now, late, len(message.chunks))
         if not turns:
             if not self._unposted:

@@ -14,7 +14,7 @@ decode, that schedules or follows.  What such a rank does beside is in its parts
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from mypy_extensions import mypyc_attr
@@ -381,13 +381,20 @@ class EngineRank(RankProcess):
         """What else than KV this rank puts on the links of its GPU; of the model only (`experiments.serve`)."""
         return cast("LinkTraffic", self.rank.device.traffic)  # type: ignore[attr-defined]
 
-    def ends(self, seconds: Sequence[float]) -> list[float]:
-        """Return when this rank acts on the ends of forwards, one after the other, from now on; none if unknown.
+    @property
+    def schedules(self) -> bool:
+        """Whether `schedule` is possible: on the model, where nothing but messages can come between forwards."""
+        return getattr(self.rank.device, "schedules", False)
 
-        They are known on the model only, where nothing else can come in between.
+    def schedule(self, name: Hashable, seconds: Sequence[float], changed: Callable[[], None], launches: Any) -> Any:
+        """Return forwards of so many *seconds*, one after the other from now on, as `ScheduledComputations` are.
+
+        All ranks of the instance have those of one *name*; the first has *launches*.
         """
-        known = getattr(self.rank.device, "ends", None)
-        return [] if known is None else known(seconds)
+        device: Any = self.rank.device
+        if self.index:
+            return device.follow(name, self._leader, changed)
+        return device.schedule(name, seconds, changed, launches, len(self.followers))
 
     def run(self) -> Program:
         """As `RankProcess.run`, after registering."""

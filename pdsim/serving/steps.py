@@ -84,6 +84,37 @@ class SchedulerHost:
         """Return the seconds of one iteration."""
         return self._drawn(self.costs.step)
 
+    def ahead_of(self, place: int) -> tuple[float, float]:
+        """Return what `step` and then `launch` will return after *place* times both: see `go_by`."""
+        costs, pace, shape = self.costs, self.pace, self._shape or 1.0
+        step, launch, draws = costs.step * pace, costs.launch * pace, self._draws
+        values = self._ahead(place * draws, draws)
+        if step and draws:
+            step = step * values[0] / shape
+        if launch and draws and pace != 1.0:
+            launch = launch * values[-1] / shape
+        return step, launch
+
+    def go_by(self, count: int) -> None:
+        """Take the next *count* of what `ahead_of` has said."""
+        self._forget(count * self._draws)
+
+    @property
+    def _draws(self) -> int:
+        # of a step and a launch
+        return bool(self._shape) * (bool(self.costs.step) + (bool(self.costs.launch) and self.pace != 1.0))
+
+    def _ahead(self, first: int, count: int) -> list[float]:
+        drawn = self._drawn_ahead
+        while len(drawn) < first + count:
+            drawn = self._drawn_ahead = self._random.gamma(self._shape, size=_AHEAD).tolist()[::-1] + drawn
+        end = len(drawn) - first
+        return drawn[end - count : end][::-1]
+
+    def _forget(self, count: int) -> None:
+        if count:
+            del self._drawn_ahead[-count:]
+
     def _drawn(self, mean: float) -> float:
         mean *= self.pace
         if not (mean and self._shape):
@@ -126,39 +157,40 @@ class PostingHost(SchedulerHost):
         self._turns.extend(starts)
         return starts
 
-    def ahead(self, ends: Sequence[float]) -> list[float]:
-        """Return when the KV of forwards, of one request each, that will end at *ends* is posted: see `go_by`."""
-        pace, shape, drawn = self.pace, self._shape or 1.0, self._drawn_ahead
-        send, following = self.costs.send * pace, self.costs.send_next * pace
-        if self._shape:
-            while len(drawn) < self._draws * len(ends):
-                drawn = self._drawn_ahead = self._random.gamma(shape, size=_AHEAD).tolist()[::-1] + drawn
-            values = reversed(drawn)
-        else:
-            values = repeat(1.0)
-        last, turns = self._turns[-1] if self._turns else 0.0, list[float]()
+    def ahead(
+        self, ends: Sequence[float], place: int = 0, last: float | None = None, late: float = 0.0
+    ) -> list[float]:
+        """Return when the KV of forwards, of one request each, that will end at *ends* is posted: see `go_by_turns`.
+
+        With a *place* they follow so many others, of which the KV of the last is posted at *last*.  *late* is as in
+        `turns`.
+        """
+        pace, shape, draws = self.pace, self._shape or 1.0, 2 if self.costs.send_next else 1
+        send, following, turns = self.costs.send * pace, self.costs.send_next * pace, list[float]()
+        values = iter(self._ahead(place * draws, draws * len(ends))) if self._shape else repeat(1.0)
+        if last is None:
+            last = self._turns[-1] if self._turns else 0.0
         for end in ends:
-            seconds = send * next(values) / shape
+            seconds = send * next(values) / shape + late
             after = last + following * next(values) / shape if following else last
             last = max(after, end + seconds)
             turns.append(last)
         return turns
 
-    def go_by(self, turns: Sequence[float]) -> None:
+    def go_by_turns(self, turns: Sequence[float]) -> None:
         """Take note that forwards have ended whose KV is posted at *turns*, the next that `ahead` has said."""
-        if turns:
-            self._turns.extend(turns)
-            if self._shape:
-                del self._drawn_ahead[len(self._drawn_ahead) - self._draws * len(turns) :]
-
-    @property
-    def _draws(self) -> int:
-        # of a post
-        return 2 if self.costs.send_next else 1
+        self._turns.extend(turns)
+        if self._shape:
+            self._forget(len(turns) * (2 if self.costs.send_next else 1))
 
     def due(self, now: float) -> int:
         """Return how many posts are still to come at the time *now*."""
-        return sum(when > now for when in self._turns)
+        count = 0
+        for when in reversed(self._turns):
+            if when <= now:
+                break
+            count += 1
+        return count
 
 
 class StepVariation:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterator, Sized
+from collections.abc import Callable, Container, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 from math import inf, nextafter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from simpy.core import EmptySchedule
 from simpy.events import URGENT
@@ -76,14 +76,15 @@ class SimChannel:
         job = self._job
         sent = max(job.now, self._free.get(receiver, 0.0)) + len(payload) / self._rate
         self._free[receiver] = sent
-        latency = self._latency
-        if self._delay is not None:
-            latency += self._delay(self.name, receiver)
-        at = sent + latency
+        at = sent + channel.latency_from(self.name)
         if self._hold is not None:
             after = nextafter(self._arrivals.get(receiver, 0.0), inf)
             at = self._arrivals[receiver] = max(self._hold(self.name, receiver, payload, at), after)
         channel._inbox.arrive_at(at, Message(self.name, payload))
+
+    def latency_from(self, sender: str) -> float:
+        """Return the seconds that the last byte of a message of *sender* takes."""
+        return self._latency if self._delay is None else self._latency + self._delay(sender, self.name)
 
     def receive(self) -> Event:
         return self._inbox.mailbox.get()
@@ -107,6 +108,7 @@ class ScheduledArrivals:
         self.times: list[float] = []
         self.passed = 0  # how many of them have come
         self.acted = 0.0  # when it acts upon the last of those
+        self.follow: Callable[[float], None] | None = None  # told when it acts upon what has come between, if given
 
 
 class Coming:
@@ -165,7 +167,7 @@ class HostLatency:
             self._ahead[-1].others += ((function, item),)
             return
         last = self._last
-        acts = at + self._wake  # as `_acts_at`
+        acts = at + self._wake  # as `acts_at`
         if at - last > self._idle_after:
             acts += self._idle_wake
         if acts <= last:
@@ -198,10 +200,12 @@ class HostLatency:
             if with_it is not None and with_it.at == at and with_it.acts > at:
                 with_it.others += ((coming.function, coming.item), *coming.others)
                 return
-            self._catch_up(at)
-            self._last = coming.acts = self._acts_at(at, self._last)
+            self._last = coming.acts = self.acts_at(at, self.catch_up(at))
             self._latest_of_series = coming
             clock.call_at(coming.acts, self._act, coming)
+            for series in self._series:
+                if series.follow is not None:
+                    series.follow(self._last)
             return
         place = len(ahead)
         while place and ahead[place - 1].at > at:
@@ -213,14 +217,14 @@ class HostLatency:
         last = ahead[place - 1].acts if place else self._before
         for number in range(place, len(ahead)):
             other = ahead[number]
-            last = self._acts_at(other.at, last)
+            last = self.acts_at(other.at, last)
             if last < other.acts:
                 clock.call_at(last, self._act, other)
             other.acts = last
         self._last, self._latest = last, ahead[-1].at
 
-    def _acts_at(self, at: float, last: float) -> float:
-        # Return when it acts upon what comes at the time *at*, having acted *last* upon what came before.
+    def acts_at(self, at: float, last: float) -> float:
+        """Return when it acts upon what comes at the time *at*, having acted *last* upon what came before."""
         acts = at + self._wake
         if at - last > self._idle_after:
             acts += self._idle_wake
@@ -242,17 +246,18 @@ class HostLatency:
 
     def conclude(self, series: ScheduledArrivals, count: int, now: float) -> float:
         """Take note that no more of *series* comes than the first *count*, none after *now*; return when it acts."""
-        self._catch_up(now)
+        self.catch_up(now)
         self._series.remove(series)
         self._take(series, count)
         self._before, self._latest = self._last, now
         return series.acted
 
-    def _catch_up(self, now: float) -> None:
+    def catch_up(self, now: float) -> float:
+        """Return when it acts upon the last of what comes before *now*, also of the series."""
         if len(self._series) == 1:
             (series,) = self._series
             self._take(series, bisect_left(series.times, now, series.passed))
-            return
+            return self._last
         due: list[tuple[float, int]] = []
         for place, series in enumerate(self._series):
             end = bisect_left(series.times, now, series.passed)
@@ -260,18 +265,135 @@ class HostLatency:
             series.passed = end
         due.sort()
         for at, place in due:
-            self._last = self._series[place].acted = self._acts_at(at, self._last)
+            self._last = self._series[place].acted = self.acts_at(at, self._last)
+        return self._last
 
     def _take(self, series: ScheduledArrivals, end: int) -> None:
         # Act upon what *series* says until its *end*-th.
         last, wake, after, idle_wake = self._last, self._wake, self._idle_after, self._idle_wake
-        for at in series.times[series.passed : end]:  # as `_acts_at`
+        for at in series.times[series.passed : end]:  # as `acts_at`
             acts = at + wake
             if at - last > after:
                 acts += idle_wake
             last = series.acted = acts if acts > last else nextafter(last, inf)
         self._last = last
         series.passed = max(series.passed, end)
+
+
+class ComputationPlan(Protocol):
+    """What decides how long each of some computations takes, once the end of the one before is known."""
+
+    def catch_up(self) -> None:
+        """Take note of what has happened by now: that does not change any more."""
+
+    def after(self, computations: ScheduledComputations, number: int) -> float:
+        """Return the seconds of the one after *number*; anything if that is the last."""
+
+
+class ScheduledComputations:
+    """Computations of one rank that take *seconds*, one after the other, without an event for each.
+
+    The first begins at the time *begin*, others when the rank acts upon the end of the one before; *launches* may
+    make them longer.  Beside a *leader* they are those of another rank: where hosts sleep, each but the first begins
+    when a message is acted upon, which *leader* sends as it begins its own, and which takes *latency*.
+
+    What else comes to either rank can change times ahead: *changed* is called then.  There must be nothing else on
+    this host whose times are known.
+    """
+
+    def __init__(
+        self,
+        host: HostLatency,
+        clock: Clock,
+        seconds: Sequence[float],
+        begin: float,
+        changed: Callable[[], None],
+        launches: ComputationPlan | None = None,
+        leader: ScheduledComputations | None = None,
+        latency: float = 0.0,
+    ) -> None:
+        self.seconds: list[float] = list(seconds) if leader is None else leader.seconds
+        self.begins = [begin]
+        self.ends: list[float] = []  # when the rank acts upon the end of each
+        self._host, self._clock, self._changed, self._launches = host, clock, changed, launches
+        self._leader, self._latency = leader, latency
+        self._followers: list[ScheduledComputations] = []
+        self._over: list[float] = []  # when each ends
+        self._acts: list[float] = []  # when the rank acts upon each of the arrivals: ends and messages
+        self._arrivals = ScheduledArrivals()
+        self._sleeps = host.constant == inf
+        if self._sleeps:
+            self._arrivals.follow = self._follow
+            host.expect(self._arrivals)
+        if leader is not None:
+            leader._followers.append(self)
+        self._foresee()
+
+    def _foresee(self) -> None:
+        # Work out anew what has not come yet.
+        leader, host, launches, last = self._leader, self._host, self._launches, -inf
+        seconds, begins, ends, over = self.seconds, self.begins, self.ends, self._over
+        times, acts = self._arrivals.times, self._acts
+        if launches is not None:
+            launches.catch_up()
+        if self._sleeps:
+            last = host.catch_up(self._clock.now)
+        passed, ended = self._arrivals.passed, bisect_left(over, self._clock.now)
+        messages = leader is not None and self._sleeps
+        begun = passed - ended if messages else ended
+        count = len(seconds) if leader is None else len(leader.ends)
+        del times[passed:], acts[passed:], over[ended:], ends[ended:], begins[begun + 1 :]
+        while ended < count:
+            if launches is not None and ended:
+                seconds[ended] = launches.after(self, ended - 1)
+            end = begins[ended] + seconds[ended] if ended <= begun else inf
+            message = inf
+            if leader is not None and messages and begun + 1 < count:
+                message = leader.ends[begun] + self._latency
+            arrives = min(end, message)
+            last = host.acts_at(arrives, last)
+            times.append(arrives)
+            acts.append(last)
+            if end <= message:
+                over.append(end)
+                ends.append(last)
+                ended += 1
+            if (end > message or not messages) and begun + 1 < count:
+                begins.append(max(last, begins[begun] + seconds[begun]))
+                begun += 1
+        if launches is not None:
+            launches.after(self, count - 1)
+
+    def _follow(self, last: float) -> None:
+        place = self._arrivals.passed
+        if place < len(self._acts) and self._host.acts_at(self._arrivals.times[place], last) != self._acts[place]:
+            self.move()
+
+    def move(self) -> None:
+        """Work out anew what is ahead."""
+        before = self.ends[:]
+        self._foresee()
+        self._changed()
+        if self.ends != before:
+            for follower in self._followers:
+                follower.move()
+
+    def stop(self, begun: int) -> None:
+        """Let the last of so many that have *begun* be the last."""
+        del self.seconds[begun:]
+        self.move()
+
+    @property
+    def free(self) -> float:
+        """When the last ends."""
+        return self._over[-1]
+
+    def conclude(self) -> None:
+        """Take note that all have ended, and that the rank acts upon the last end now."""
+        if self._sleeps:
+            self._host.conclude(self._arrivals, len(self._arrivals.times), self._clock.now)
+        if self._leader is not None:
+            self._leader._followers.remove(self)
 
 
 class Inbox:

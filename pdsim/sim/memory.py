@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import mmap
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from math import ceil, inf
+from math import ceil
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -24,7 +24,7 @@ from simpy.events import Event
 from pdsim.core.clock import Clock, fire
 from pdsim.core.errors import InvalidBatch, OutOfMemory, RegistrationError
 from pdsim.core.units import format_size
-from pdsim.sim.hosts import HostLatency, PostingThread
+from pdsim.sim.hosts import ComputationPlan, HostLatency, PostingThread, ScheduledComputations
 from pdsim.sim.topology import SideTraffic
 from pdsim.transfer import Batch, Buffer, Region
 from pdsim.transfer.batch import Arena, move
@@ -269,8 +269,11 @@ class SimDevice:
         self.host_latency = host_latency or HostLatency(clock)
         self._planned = 0.0  # when everything that was to be copied has been launched
         self._free = 0.0
+        self._computations: ScheduledComputations | None = None  # the last that were scheduled
         self.slowness = 1.0  # how many times as long as usual computation takes
         self.steady = False  # whether nothing can happen to this rank that its program does not ask for
+        self.scheduled: dict[Hashable, list[ScheduledComputations]] = {}  # of the job: one for each follower to come
+        self.latency: Callable[[str], float] = lambda _: 0.0  # of messages from each rank
         self.watch: Callable[[Batch], None] | None = None  # told of every copy at its end
         self._buffers: dict[SimBuffer, None] = {}
 
@@ -318,7 +321,7 @@ class SimDevice:
     def compute(self, seconds: float) -> Event:
         if not seconds >= 0:
             raise ValueError(f"seconds={seconds} must be >= 0")
-        self.computing = begin, seconds = max(self._clock.now, self._free), seconds * self.slowness
+        self.computing = begin, seconds = self._begin(), seconds * self.slowness
         self._free = begin + seconds
         if self.host_latency.instant:
             return self._clock.at(self._free)
@@ -326,19 +329,43 @@ class SimDevice:
         self.host_latency.arrive(self._free, self._computed, done)
         return done
 
-    def ends(self, seconds: Sequence[float]) -> list[float]:
-        """Return when the rank would act on the end of each of so many computations, begun as the one before ends.
+    def _begin(self) -> float:
+        # when it can compute
+        if self._computations is not None:
+            self._free = max(self._free, self._computations.free)
+        return max(self._clock.now, self._free)
 
-        The first begins now.  None where other things that come to this rank can change that.
-        """
-        wake, now, free, ends = self.host_latency.constant, self._clock.now, self._free, list[float]()
-        if not self.steady or wake == inf or self.holds_bytes:
-            return ends
-        for one in seconds:
-            free = max(now, free) + one * self.slowness
-            now = free + wake
-            ends.append(now)
-        return ends
+    @property
+    def schedules(self) -> bool:
+        """Whether `schedule` is possible."""
+        return self.steady and not self.holds_bytes
+
+    def schedule(
+        self,
+        name: Hashable,
+        seconds: Sequence[float],
+        changed: Callable[[], None],
+        launches: ComputationPlan,
+        followers: int,
+    ) -> ScheduledComputations:
+        """Begin computations of so many *seconds* now, which so many *followers* will `follow`."""
+        own = ScheduledComputations(self.host_latency, self._clock, seconds, self._begin(), changed, launches)
+        if followers:
+            self.scheduled[name] = [own] * followers
+        self._computations = own
+        return own
+
+    def follow(self, name: Hashable, leader: str, changed: Callable[[], None]) -> ScheduledComputations:
+        """Begin computations now that the rank *leader* has begun under the same *name*."""
+        led = self.scheduled[name].pop()
+        if not self.scheduled[name]:
+            del self.scheduled[name]
+        beside = led, self.latency(leader)
+        own = ScheduledComputations(
+            self.host_latency, self._clock, led.seconds, self._begin(), changed, None, *beside
+        )
+        self._computations = own
+        return own
 
     def close(self) -> None:
         for buffer in self._buffers:

@@ -7,7 +7,7 @@ import gc
 import importlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,7 +20,7 @@ from pdsim.hardware.costs import Jitter
 from pdsim.sim.collective import SharedGroup, join
 from pdsim.sim.endpoint import SimEndpoint
 from pdsim.sim.faults import CardOutage, Chance, Draws, Faults, Observer
-from pdsim.sim.hosts import HostLatency, JobClock, RankClock, SimChannel
+from pdsim.sim.hosts import HostLatency, JobClock, RankClock, ScheduledComputations, SimChannel
 from pdsim.sim.memory import DeviceMemory, SimDevice
 from pdsim.sim.network import Network
 from pdsim.sim.posting import Fabric
@@ -164,6 +164,7 @@ class _ModelJob:
         self._steady = not (model.observer or self._chance or draws or model.outages or kill or restart)
         self._groups: dict[tuple[str, ...], SharedGroup] = {}
         self._channels: dict[str, SimChannel] = {}
+        self._scheduled: dict[Hashable, list[ScheduledComputations]] = {}
         self._memories: dict[str, DeviceMemory] = {}
         self._ranks: dict[str, Any] = {}  # by name: the `Rank` of the last incarnation, all of whose parts are ours
         self._live: dict[str, Any] = {}  # those that have not ended
@@ -265,13 +266,14 @@ class _ModelJob:
         link = self._topology.memory(site)
         device = SimDevice(self._memory(site), clock, self._network, link, copies, host_latency, traffic)
         device.watch = observer.copied if observer is not None else None
-        device.steady = self._steady
+        device.steady, device.scheduled = self._steady, self._scheduled
         records = _Records(name, model, self._sampling)
         endpoint = SimEndpoint(self._fabric, name, clock, device, site, records)
         hold = self._chance.message if self._chance is not None else None
         watch = observer.sent if observer is not None else None
         delay = self._delay if model.machine.link is not None else None
         channel = SimChannel(name, host, self._clock, clock, self._channels, hold, watch, delay, host_latency)
+        device.latency = channel.latency_from
         names = tuple(self._specs)
         peers = names[: (place := names.index(name))] + names[place + 1 :]
         rank = Rank(name, clock, device, endpoint, channel, records, peers)

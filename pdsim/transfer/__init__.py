@@ -130,8 +130,8 @@ class WriteSequence(Event):
             self._wait_until(self._clock.now)
 
     def retime(self, times: Sequence[float]) -> None:
-        """Post the remaining writes at *times*; those already posted keep theirs."""
-        self._times = times
+        """Post the remaining writes at *times*; those that have been posted or are beyond *times* keep theirs."""
+        self._times = [*times, *self._times[len(times) :]]
         if self._waits:
             self._wait_until(self._clock.now)
 

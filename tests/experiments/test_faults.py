@@ -43,6 +43,7 @@ from pdsim.serving.router import Router
 from pdsim.serving.settings import Cache, HostCosts, ServingEngine
 from pdsim.sim.endpoint import SimEndpoint, SimTransfer
 from pdsim.sim.faults import Faults, Pause
+from pdsim.sim.hosts import ScheduledComputations
 from pdsim.sim.model import Model
 from pdsim.sim.posting import IsolatedTransfers
 from tests.mutants.mutant import patched
@@ -159,7 +160,7 @@ def answers_any(self: PushDecode, sender: str, message: Any) -> None:
 
 def takes_its_own(self: PrefillWorker, message: Any) -> None:
     self.ended()
-    clock, late = self.engine.clock, self.launching(message.seconds) if self.launching else 0.0
+    clock, late = self.engine.clock, self.scheduler.launching(message.seconds) if self.scheduler else 0.0
     turns = self.posts.turns(clock.now, late, len(message.chunks))
     pieces = [message.chunks] if len(turns) == 1 else [(chunk,) for chunk in message.chunks]
     for number, (when, chunks) in enumerate(zip(turns, pieces, strict=True), 1):
@@ -316,18 +317,25 @@ def test_what_is_over_ends_once_and_for_a_reason(seed, change, law):
         assert law in {violation.invariant for violation in FaultTrial(seed).run().violations}
 
 
-def test_isolated_transfers_must_end_as_others_do():
-    shown = FaultTrial(0, 8, always=frozenset({"runs"}))
-    assert (shown.run().violations, shown.run().reached["Forwards"] > 4) == ([], True)
-    with patched(((IsolatedTransfers, "_way", faster),)):
-        assert [each.invariant for each in shown.run().violations] == ["I16"]
+def test_forwards_known_ahead_end_as_single_ones_do():
+    tried = [FaultTrial(seed, 8, always=frozenset({"runs"})).run() for seed in range(24)]
+    assert [each.violations for each in tried] == [[]] * 24
+    assert sum(each.reached["Forwards"] for each in tried) > 100
 
 
-def test_kv_of_a_run_waits_while_others_are_launched():
-    shown = FaultTrial(20009703, always=frozenset({"runs"}))
-    assert not shown.run().violations
-    with patched(((ForwardRuns, "_put_off", lambda *_: None),)):
-        assert [each.invariant for each in shown.run().violations] == ["I16"]
+SHORTCUTS = [
+    (0, (IsolatedTransfers, "_way", faster)),
+    (1, (ForwardRuns, "_put_off", lambda *_: None)),  # KV waits while others are launched
+    (5, (ForwardRuns, "go_on", lambda *_: None)),  # a request comes, and with it another pace
+    (3, (ScheduledComputations, "_follow", lambda *_: None)),  # it wakes a host
+]
+
+
+@pytest.mark.parametrize(("seed", "change"), SHORTCUTS, ids=lambda value: str(value)[:40])
+def test_what_shortcuts_overlook_is_seen(seed, change):
+    with patched((change,)):
+        tried = FaultTrial(seed, 8, always=frozenset({"runs"})).run()
+    assert [each.invariant for each in tried.violations] == ["I16"]
 
 
 def drops_what_failed(self: PrefillScheduler, forward: Any) -> Any:

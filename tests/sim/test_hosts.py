@@ -1,12 +1,13 @@
 """Hosts on the model: when messages arrive, and when a rank acts upon what comes."""
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 
 from pdsim.core.clock import Clock
 from pdsim.hardware.machine import Host
-from pdsim.sim.hosts import HostLatency, SimChannel
+from pdsim.sim.hosts import HostLatency, ScheduledComputations, SimChannel
 from pdsim.sim.model import Model
 from tests.support.machines import engine, machine, run
 
@@ -97,6 +98,48 @@ def test_what_comes_at_one_instant_is_one_event(arrivals, events):
     early = [number for number, at in enumerate(arrivals) if at == 11.0]
     assert order[:3] == [(16.0, number) for number in early]
     assert order[3][0] == pytest.approx(16.0)
+
+
+def forwards(durations, arrivals, scheduled):
+    """Return when a leader and its follower act upon ends, while something *arrives* at each at some times."""
+    clock, latency = Clock(), 0.75
+    hosts, ends = [HostLatency(clock, SLEEPY) for _ in range(2)], ([], [])
+
+    def ended(index, number):
+        ends[index].append(clock.now)
+        if index == 0 and number + 1 < len(durations):
+            begin(0, number + 1)
+            hosts[1].arrive(clock.now + latency, lambda number: begin(1, number), number + 1)
+
+    def begin(index, number):
+        free[index] = max(clock.now, free[index]) + durations[number]
+        hosts[index].arrive(free[index], lambda number: ended(index, number), number)
+
+    free = [0.0, 0.0]
+    if scheduled:
+        chains = [ScheduledComputations(hosts[0], clock, durations, 0.0, lambda: None)]
+        hosts[1].arrive(latency, lambda _: chains.append(follow()), None)
+    else:
+        begin(0, 0)
+        hosts[1].arrive(latency, lambda number: begin(1, number), 0)
+
+    def follow():
+        return ScheduledComputations(hosts[1], clock, durations, clock.now, lambda: None, None, chains[0], latency)
+
+    for index, times in enumerate(arrivals):
+        for at in times:
+            clock.call_at(at, lambda place: hosts[place].arrive(clock.now, lambda _: None, None), index)
+    clock.run()
+    return [chain.ends for chain in chains] if scheduled else list(ends)
+
+
+def test_computations_known_ahead_end_as_single_ones_do():
+    random = Random(1)
+    for _ in range(200):
+        durations = [random.expovariate(0.1) + 0.1 for _ in range(8)]
+        arrivals = [[random.uniform(1.0, 150.0) for _ in range(random.choice((0, 4, 12)))] for _ in range(2)]
+        known, single = (forwards(durations, arrivals, each) for each in (True, False))
+        assert known == [pytest.approx(times, abs=1e-9) for times in single]
 
 
 def speaker(rank):
