@@ -14,7 +14,7 @@ from itertools import chain, pairwise
 from math import isinf
 from typing import Any
 
-from pdsim.kv.messages import Status, epoch_of, instance_of
+from pdsim.kv.messages import Status, epoch_of, instance_of, rank_name
 from pdsim.kv.pages import FreeQueue, PrefixPagePool
 from pdsim.kv.pull import KvReader, KvSource
 from pdsim.kv.push import KvSender
@@ -80,10 +80,10 @@ class AgreementChecker:
             yield from _scheduler(member.scheduler)
 
     def _reached(self, member: Any, fence: Any) -> Wrong:
-        # Who has been proven to be gone cannot connect any more.
+        # Who has been proven to be gone cannot connect any more, and its end was noticed before.
         for peer, ones in member.rank.endpoint.inbound.items():
             proven = fence._proven.get(instance_of(peer), 0)
-            own = [self._of[id(one)].incarnation for one in ones if one.ended is None and id(one) in self._of]
+            own = [self._of[id(one)].incarnation for one in ones if id(one) in self._of]
             if any(each and epoch_of(each) <= proven for each in own):
                 yield "I3", f"{peer} of {own} reaches it, though it is proven that nothing of epoch {proven} does"
 
@@ -109,8 +109,11 @@ def _accounts(router: Any) -> Wrong:
             own = sum(each.outstanding[place] for each in requests.values() if getattr(each, name) == current)
             if tokens != own:
                 yield "I14", f"{tokens} tokens are outstanding at {current}, its requests have {own}"
-            if missing := set(router.job.ranks(instance)) - membership.last_heard.keys():
-                yield "I12", f"nobody asks whether {min(missing)} lives"
+    for instance, known in registry._instances.items():
+        heard = {rank for rank in router.job.ranks(instance) if rank in membership.last_heard}
+        places = {rank_name(instance, index) for index in known.places}
+        if instance not in registry.awaited and heard != places:
+            yield "I12", f"it is asked whether {sorted(heard)} live, and {sorted(places)} have registered"
     for instance, tokens in registry._under_way.items():
         own = sum(each.outstanding[2] for each in requests.values() if instance_of(each.decode) == instance)
         if tokens != own:

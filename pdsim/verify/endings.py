@@ -175,7 +175,7 @@ class EndingChecker:
         for name in sorted(ranks):
             inbound = self._members[name].rank.endpoint.inbound if lost and name not in self._ended else {}
             for peer, ones in inbound.items():
-                own = [self._of[id(one)].incarnation for one in ones if one.ended is None]
+                own = [self._of[id(one)].incarnation for one in ones if id(one) in self._of]
                 same = instance_of(peer) == instance_of(lost)
                 if same and any(each and epoch_of(each) <= epoch_of(lost) for each in own):
                     self._report("I3", f"{member.rank.name} frees room {room}, and {peer} of {lost} reaches {name}")

@@ -286,9 +286,7 @@ class InvariantChecker(Observer):
             self.report("I5", f"{rank} says that a peer is lost, and not which: {message.reason}")
         if receives and "metadata" in message.reason:
             self.report("I6", f"{rank}: {message.reason}")
-        elif message.reason.startswith("room " if receives else "MessageError: room ") and (
-            (rank, message.room) not in self._owners.unused
-        ):
+        elif "found " in message.reason and (rank, message.room) not in self._owners.unused:
             self.report("I2", f"{rank}: {message.reason}")
 
     def _on_submit(self, _: str, message: Submit) -> None:
