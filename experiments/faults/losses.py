@@ -164,8 +164,8 @@ _OF_TIERS = {"MovePrefixes", "PrefixesWritten"}
 _OF_QUESTIONS = {"RoomLocations", "RoomQuery"}
 _NEVER = {"Ping", "Pong", "Stop", "Forwards"}  # at any time, at the end, and not beside checkers
 
-_OFTEN = {"Arrival": 2, "Destination": 2, "PrefillDone": 2, "ReadDone": 3, "ReadRequest": 2, "RegisterPool": 2}
-_OFTEN |= {"TransferDone": 2}
+_OFTEN = {"Arrival": 2, "Destination": 2, "PrefillDone": 3, "ReadDone": 6, "ReadRequest": 3, "RegisterPool": 3}
+_OFTEN |= {"TransferDone": 2, "MovePrefixes": 4, "PrefixesWritten": 2, "StagingReply": 2, "StagingRequest": 2}
 """By how much more likely these are than others."""
 
 _OF_RANKS = "silences", "stale", "pauses"
@@ -219,6 +219,10 @@ def at_moments(scenario: Scenario, random: np.random.Generator, others: Collecti
     kinds = sorted(_possible(scenario), key=lambda kind: (-(turns[kind] ** (1 / _OFTEN.get(kind, 1))), kind))
     number = 1 + int(10.0 ** random.uniform(0.0, np.log10(_MOST)))
     chances = random.random((2, 12)).tolist()
+    lags, lag = random.random(2).tolist()
+    if lags < 0.3 and not scenario.faults.lagging:  # the message itself is late, or may be
+        late = {"lagging": (bytes([0xA0 + len(kinds[0])]) + kinds[0].encode(),), "lag": 10.0 ** (-3.0 + 2.5 * lag)}
+        scenario = replace(scenario, faults=replace(scenario.faults, **late))
     rehearsal = _Rehearsal(kinds[:4], number)
     model = Model(
         scenario.machine, scenario.engine, memory="tracked", seed=scenario.seed, faults=scenario.faults,
@@ -235,7 +239,7 @@ def at_moments(scenario: Scenario, random: np.random.Generator, others: Collecti
         if turn and more < 0.6:
             break
         at += 10.0 ** (-6.0 + 5.0 * after)
-        if what < 0.15 and not turn and (left := _leaves(moment, rehearsal.router, at)):
+        if what < 0.2 and not turn and (left := _leaves(moment, rehearsal.router, at)):
             cancels |= left
             continue
         name = _victim(scenario, moment, who, which)
@@ -249,20 +253,21 @@ def at_moments(scenario: Scenario, random: np.random.Generator, others: Collecti
             each: tuple(one for one in getattr(faults, each) if one.rank not in ranks) for each in _OF_RANKS
         }
         faults = replace(faults, **kept)
-        if what < 0.3:
+        if what < 0.35:
             pause = Pause(name, at, at + scenario.job.deadline * (0.1 + 1.9 * long))
             faults = replace(faults, pauses=(*faults.pauses, pause))
             began, then = pause.end + 2 * scenario.job.deadline, 0.0
         else:
-            began, then = at + 10.0 ** (-3.5 + 4.0 * again), (0.0, 1.5 * scenario.job.deadline)[int(2 * rest)]
-            if what < 0.4:
+            began = at + 10.0 ** (-3.5 + 3.5 * again)
+            then = (0.0, 0.02, 1.5 * scenario.job.deadline)[int(3 * rest)]  # the others end when they hear of it
+            if what < 0.43:
                 to = (ROUTER, *(end for end in (moment.sender, moment.receiver) if end not in (ROUTER, *ranks)))
                 speaks = ranks if held < 0.4 else [name]  # one after the other
                 misspeaks |= {rank: (at + 1e-5 * turn, to[int(late * len(to))]) for turn, rank in enumerate(speaks)}
                 began = max(began, at + 0.1)
             else:
                 kill[name] = at
-            if what >= 0.4 and held < 0.5:
+            if what >= 0.43 and held < 0.5:
                 stale = Stale(name, max(0.0, at - 10.0 ** (-4.5 + 2.5 * before)), at, began + 10.0 ** (-5.0 * late))
                 faults = replace(faults, stale=(*faults.stale, stale))
         restart |= dict.fromkeys(ranks, began + then) | {name: began}
@@ -290,14 +295,15 @@ def _possible(scenario: Scenario) -> set[str]:
 
 
 def _leaves(moment: _Heard, router: Any, at: float) -> dict[int, float]:
-    # The user of the request that the message is about.
+    # The users of the request that the message is about, and of the next ones.
     try:
-        message = decode(moment.payload)
+        room = getattr(decode(moment.payload), "room", 0)
     except MessageError:
-        return {}
-    number = (getattr(message, "room", 0) - 1) % router.count
-    arrived = router.start + float(router.arrivals.request(number).arrival) if router.start else at
-    return {number: at - arrived} if getattr(message, "room", 0) and at > arrived else {}
+        room = 0
+    first = (room - 1) % router.count if room else int(at * 1e6) % router.count
+    arrivals = {number: router.start + router.arrivals.request(number).arrival for number in range(router.count)}
+    come = [number for number in range(first, min(first + 4, router.count)) if arrivals[number] < at]
+    return {number: at - arrivals[number] for number in come} if router.start else {}
 
 
 def _victim(scenario: Scenario, moment: _Heard, who: float, which: float) -> str:

@@ -115,7 +115,7 @@ KINDS = {
 New kinds are appended: each is drawn in this order, so that the kinds of earlier seeds stay as they were."""
 
 RARE = {"router": 0.15, "silences": 0.5, "pauses": 0.5, "shares": 0.3, "tiers": 0.4, "halves": 0.4}
-RARE |= {"runs": 0.1, "layerwise": 0.4, "moments": 1.2, "users": 0.4, "wakes": 0.3, "blocks": 0.2}
+RARE |= {"runs": 0.1, "layerwise": 0.4, "moments": 1.2, "users": 0.5, "wakes": 0.3, "blocks": 0.2}
 """By how much less likely than the others these are: little can be checked after the loss of the router."""
 
 _EXCLUDED = {
@@ -311,6 +311,10 @@ def draw(
         if "stages" in kinds:
             prefill, decode = chosen("changes.staged", _STAGED_PAIRS)
         config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
+    elif {"users", "moments"} & {*kinds} and max(side.instances * side.dp for side in both) == 1:
+        prefill, decode = chosen("users.sides", _GATHER_PAIRS if gathers else _PAIRS)
+        if random("users.pair").random() < 0.5 and not {"stages", "rings", "layerwise", "runs", "shares"} & {*kinds}:
+            config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
     if "sizes" in kinds and not {"caches", "held"} & set(kinds):  # which need equal pages
         config = with_two_sizes(config, random("sizes"))
     if "drafts" in kinds:

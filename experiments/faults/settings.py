@@ -284,7 +284,7 @@ def tiered(
 ) -> tuple[Deployment, list[Request]]:
     """Return *job*, which caches, with a host tier of up to three of the longest prompts, often others below.
 
-    Half of the time *requests* come by fours, with one text: a short one, and some that have its pages, too.
+    Half of the time *requests* come by fours, three with one text: a short one, and two that have its pages, too.
     """
     size, write, prefetch, ssd, remote, small, late, block, fours = random.random(9).tolist()
     cache = replace(
@@ -303,7 +303,8 @@ def tiered(
     for number, request in enumerate(requests if fours < 0.5 else ()):
         first = requests[number - number % 4]
         tokens = min(LONGEST[0], job.page_size + 1) if number % 4 == 0 else request.input
-        alike[number] = request._replace(arrival=first.arrival, hash_ids=first.hash_ids, input=tokens)
+        text = (LARGE + number,) if number % 4 == 2 else first.hash_ids
+        alike[number] = request._replace(arrival=first.arrival, hash_ids=text, input=tokens)
     return replace(job, cache=cache), alike
 
 
