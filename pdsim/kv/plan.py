@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import chain
+from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -103,14 +104,12 @@ class Planner:
         # Descriptors and bytes; None if arrays have to say what is wrong.
         descriptors = nbytes = 0
         if runs:
-            if len(runs) == 1:  # as most have
-                ((source, target, rows),) = runs
-                if source < 0 or target < 0 or rows < 1:
+            furthest = end = rows = 0
+            for source, target, count in sorted(runs, key=itemgetter(1)) if len(runs) > 1 else runs:
+                if source < 0 or target < end or count < 1:  # none begins before the one before it ends
                     return None
-                moved = self._planes_of((source + rows, target + rows), 1, rows)
-            else:
-                sources, targets, sizes = np.array(runs, np.int64).T
-                moved = self._count_rows(len(runs), sources, sizes, targets, sizes)
+                furthest, end, rows = max(furthest, source + count), target + count, rows + count
+            moved = self._planes_of((furthest, end), len(runs), rows)
             if moved is None:
                 return None
             descriptors, nbytes = moved
@@ -129,17 +128,12 @@ class Planner:
         if ends[len(counts) - 1] != ends[-1] or counts.min() < 1:
             return None
         ends.sort()
-        runs = 1 + np.count_nonzero(ends[1:] != ends[:-1])
-        return self._count_rows(int(runs), sources, counts, targets, others)
-
-    def _count_rows(
-        self, runs: int, sources: Int64s, counts: Int64s, targets: Int64s, others: Int64s
-    ) -> tuple[int, int] | None:
         order = targets.argsort()
         starts, stops = targets[order], (targets + others)[order]
         if sources.min() < 0 or starts[0] < 0 or others.min() < 1 or (stops[:-1] > starts[1:]).any():
-            return None  # none begins before the one before it ends
-        return self._planes_of((int((sources + counts).max()), int(stops[-1])), runs, int(others.sum()))
+            return None
+        runs = 1 + int(np.count_nonzero(ends[1:] != ends[:-1]))
+        return self._planes_of((int((sources + counts).max()), int(stops[-1])), runs, int(ends[-1]))
 
     def _planes_of(self, ends: tuple[int, int], runs: int, rows: int) -> tuple[int, int] | None:
         # Descriptors and bytes of so many *runs* and *rows* on all planes; None if they *end* outside a pool.

@@ -438,7 +438,7 @@ class SimEndpoint:
             fire(posted.transfer, record if error is None else error, ok=error is None)
 
     def _record(self, posted: SimTransfer, error: TransferError | None) -> TransferRecord:
-        now, posting, batch = self._hardware.now, posted.posting, posted.transfer.batch
+        now, posting, batch = self._hardware.queue.now, posted.posting, posted.transfer.batch
         if posting is not None and posting.called is not None:
             posted.submitted = posting.called
         record = TransferRecord(

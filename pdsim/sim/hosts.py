@@ -73,8 +73,7 @@ class SimChannel:
             return
         if self._watch is not None:
             self._watch(self.name, receiver, payload)
-        job = self._job
-        sent = max(job.now, self._free.get(receiver, 0.0)) + len(payload) / self._rate
+        sent = max(self._job.queue.now, self._free.get(receiver, 0.0)) + len(payload) / self._rate
         self._free[receiver] = sent
         at = sent + channel.latency_from(self.name)
         if self._hold is not None:
@@ -414,7 +413,7 @@ class Inbox:
         if self.host_latency.instant:
             self._act_upon(item)
         elif not self.closed:
-            self.host_latency.arrive(self._hardware.now, self._act_upon, item)
+            self.host_latency.arrive(self._hardware.queue.now, self._act_upon, item)
 
     def arrive_at(self, at: float, item: Any) -> None:
         """Take *item*, which comes at the time *at*."""

@@ -304,7 +304,7 @@ class SendQueue:
         return alone or self.outstanding + descriptors <= self._depth
 
     def _admit(self, posting: Posting) -> None:
-        poster, now, descriptors = self.poster, self._clock.now, posting.descriptors
+        poster, now, descriptors = self.poster, self._clock.queue.now, posting.descriptors
         if poster.isolated is not None:
             self._isolated.go_on(poster.isolated)
         isolated = not poster.under_way and poster.free <= now
