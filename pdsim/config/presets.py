@@ -32,7 +32,7 @@ _Config = TypeVar("_Config")  # a `pdsim.config.Config`, which imports this
 AUTO = "auto"
 KEYS = (
     "kv.page_size", "scheduler.chunk", "scheduler.prefill_batch", "scheduler.decode_batch",
-    "scheduler.memory_fraction", "compute.graph_tokens",
+    "scheduler.memory_fraction", "scheduler.context", "compute.graph_tokens",
 )  # fmt: skip
 """Keys that are ``auto`` unless a file or the command line says more."""
 
@@ -45,6 +45,10 @@ class Setting(NamedTuple):
     flag: str  # of the engine, or where it has none, what decides
     source: str  # its file in the engine's repository
 
+
+_CONTEXT = int(1.5 * 2**30)
+# measured: vLLM 0.22.1 on H200 1.4 and 1.5 GiB with Qwen3-8B, 3.5 with 30B-A3B; published: SGLang finds 137.9 of
+# 139.7 GiB free before the weights of a model on eight H200 (InferenceX, issue 2128)
 
 # --- SGLang --------------------------------------------------------------------------------------------------------
 
@@ -139,7 +143,7 @@ def _sglang_batch(config: Any) -> int | None:
     if config.hw.gpu is None or "m" in config.model.hybrid.pattern:
         return None
     side = config.parallel.prefill if len(_sides(config)) == 1 else config.parallel.decode
-    left = config.hw.gpu.memory * config.scheduler.memory_fraction - weight_bytes(config.model, side)
+    left = config.scheduler.room(config.hw.gpu.memory, weight_bytes(config.model, side))
     try:
         tokens = (config.kv.pool or left) / (kv_shape(config.model).token_bytes(side.attention_tp) / side.pp)
     except ValueError:  # which the rules say better, later
@@ -186,6 +190,7 @@ def _trtllm_memory(config: Any) -> float:
 _ARGS, _MEMORY, _NIXL = "srt/server_args.py", "srt/arg_groups/memory_hook.py", "srt/disaggregation/nixl/conn.py"
 _RUNNER = "srt/model_executor/model_runner_kv_cache_mixin.py"
 _CACHE, _ENGINE_ARGS, _BLOCKS = "vllm/config/cache.py", "vllm/engine/arg_utils.py", "vllm/v1/core/block_pool.py"
+_WORKER = "vllm/v1/worker/gpu_worker.py"
 _SCHEDULER, _FLASH = "vllm/v1/core/sched/scheduler.py", "vllm/v1/attention/backends/flash_attn.py"
 _COMPILATION, _VLLM = "vllm/config/compilation.py", "vllm/config/vllm.py"
 _LLM_ARGS = "tensorrt_llm/llmapi/llm_args.py"
@@ -201,6 +206,7 @@ RELEASES: Mapping[str, Mapping[str, tuple[Setting, ...]]] = {
             Setting("kv.page_size", _sglang_page, "--page-size", _ARGS),
             Setting("scheduler.chunk", partial(_sglang_chunk, _SIZES), "--chunked-prefill-size", _ARGS),
             Setting("scheduler.memory_fraction", _memory, "--mem-fraction-static", _ARGS),
+            Setting("scheduler.context", _CONTEXT, "its share of what is free before weights", _RUNNER),
             Setting("scheduler.decode_batch", _sglang_batch, "--max-running-requests", _RUNNER),
             Setting("scheduler.prefill_batch", _same_batch, "--prefill-max-requests", _ARGS),
             Setting("backend.policy.grouping", "runs", "group_concurrent_contiguous", _NIXL),
@@ -216,6 +222,7 @@ RELEASES: Mapping[str, Mapping[str, tuple[Setting, ...]]] = {
         "0.22.1": (
             Setting("kv.page_size", 16, "--block-size", _CACHE),
             Setting("scheduler.memory_fraction", 0.92, "--gpu-memory-utilization", _CACHE),
+            Setting("scheduler.context", _CONTEXT, "non_kv_cache_memory", _WORKER),
             Setting("scheduler.chunk", _vllm_chunk, "--max-num-batched-tokens", _ENGINE_ARGS),
             Setting("scheduler.decode_batch", _vllm_batch, "--max-num-seqs", _ENGINE_ARGS),
             Setting("scheduler.prefill_batch", _same_batch, "--max-num-seqs", _SCHEDULER),

@@ -293,7 +293,7 @@ def pages_per_rank(
     if kv.pool:
         pool = float(kv.pool)
     elif machine.gpu is not None and machine.gpus:
-        pool = machine.gpu.memory * scheduler.memory_fraction - weight_bytes(model, side)
+        pool = scheduler.room(machine.gpu.memory, weight_bytes(model, side))
     else:
         pool = machine.host.memory * scheduler.memory_fraction / -(-ranks // machine.nodes)
     state = kv.state_slots or scheduler.decode_batch
@@ -329,7 +329,7 @@ def staging_problems(
         ("decode", decode, "staging_ring", kv.staging_ring, 1),
     ):
         weights = weight_bytes(model, side)
-        pool = kv.pool or max(0.0, gpu.memory * scheduler.memory_fraction - weights)
+        pool = kv.pool or scheduler.room(gpu.memory, weights)
         if weights + pool + count * size > gpu.memory:
             yield (
                 f"kv.{key}={format_size(size)}{f' for each of {count} queues' if count > 1 else ''} does not fit "

@@ -167,6 +167,11 @@ class SchedulerLimits:
     prefill_batch: PositiveInt = 32  # requests in one prefill iteration
     decode_batch: PositiveInt = 256  # requests in one decode iteration
     memory_fraction: Annotated[float, "> 0 and <= 1"] = 0.88  # of a GPU's memory, for weights and KV
+    context: Size = 0  # bytes of that which neither have: CUDA's context, libraries, activations
+
+    def room(self, memory: float, weights: float) -> float:
+        """Return the bytes that *weights* leave for KV of a GPU of *memory*, at least 0."""
+        return max(0.0, memory * self.memory_fraction - self.context - weights)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -150,5 +150,7 @@ def test_the_pool_is_what_weights_leave_or_is_asked_for():
     assert count(MACHINE, Kv()) == (5 * 10**10 - 2 * 10**10) // page
     assert count(MACHINE, Kv(pool=3 * page + 1)) == 3
     assert count(HOSTS, Kv(), ranks=4) == 5 * 10**11 // 4 // page  # hosts hold no weights and share their memory
+    context = SchedulerLimits(memory_fraction=0.5, context=10**10)
+    assert pages_per_rank(Side(tp=1), MODEL, kv_shape(MODEL), MACHINE, Kv(), context, 2) == 2 * 10**10 // page
     with pytest.raises(ConfigError, match=r"a page of kv.page_size=64 tokens takes .* raise tp, kv.pool"):
         count(MACHINE, Kv(pool=1000))
