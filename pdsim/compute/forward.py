@@ -104,8 +104,8 @@ NORM_REDUCED = ("H100", "H200", "B200", "B300", "GB200", "GB300")
 _LONGEST = 64 << 8
 """Tokens of an iteration's prompts up to which one curve has all operators; beyond it experts' products split."""
 
-PIECES = 0.5
-"""Of an eager prefill's launches, those of attention and of SGLang's CUDA graphs around it: H200 and H100 alike."""
+PIECE_LAUNCH = 300e-6
+"""Seconds in which a host launches a layer's attention and the CUDA graph around it: data/live, in-sample."""
 
 NETWORK_HOP = 5e-6
 """Seconds of a step of an all-reduce between nodes: NCCL, src/graph/tuning.cc, hwLat of a tree with LL."""
@@ -334,7 +334,7 @@ class OperatorForward:
         """Return the seconds for which the host launches an iteration of so many new *tokens* of prompts."""
         if tokens > self.graph_tokens:
             return self._launching
-        return PIECES * self._launching if self.twelve else 0.0
+        return self.launch_factor * self.model.layers * PIECE_LAUNCH / self.share
 
     def step(self, batch: int) -> float:
         """Return the seconds of a decode iteration of *batch* requests, without those for their context."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from simpy.events import Event
 
-from pdsim.compute.forward import PIECES
+from pdsim.compute.forward import PIECE_LAUNCH
 from pdsim.compute.roofline import ForwardTime
 from pdsim.core.clock import Clock
 from pdsim.kv.messages import Submit
@@ -182,7 +182,8 @@ def _launch(job: Deployment) -> float:
     time = job.prefill_time
     if not isinstance(time, ForwardTime):
         return 0.0
-    return (PIECES if time.graph_tokens >= job.chunk else 1.0) * job.engine.prefill.launch * job.layers("prefill0")
+    launch = PIECE_LAUNCH if time.graph_tokens >= job.chunk else job.engine.prefill.launch
+    return launch * job.layers("prefill0")
 
 
 class ColocatedEngine:
