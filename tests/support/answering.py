@@ -1,9 +1,12 @@
-"""A live request served by servers on loopback that answer just what a test says."""
+"""Servers on loopback that answer what a test says: any bytes, or OpenAI's API."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any
+
+from aiohttp import web
 
 from backends.live import client
 from backends.live.http import LiveServer, OpenAiCompletions, SglangGenerate, session
@@ -54,3 +57,32 @@ async def served(
         slots, start = asyncio.Semaphore(1), asyncio.get_running_loop().time()
         await client._one(Request(0.0, 3, 4), row, route, opened, b"[1,2,3]", slots, start, patience)
     return row
+
+
+@contextlib.asynccontextmanager
+async def openai(
+    complete: Callable[[web.Request], Awaitable[web.StreamResponse]], metrics: Callable[[], str] | None = None
+) -> AsyncIterator[str]:
+    """Serve completions by *complete* and, if they are given, *metrics*; enter with the address."""
+
+    async def models(_: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "tiny"}]})
+
+    async def page(_: web.Request) -> web.Response:
+        if metrics is None:
+            raise web.HTTPNotFound
+        return web.Response(text=metrics(), content_type="text/plain")
+
+    app = web.Application()
+    app.add_routes([web.get("/v1/models", models), web.get("/metrics", page), web.post("/v1/completions", complete)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await runner.cleanup()
+
+
+def chunk(*tokens: int, last: bool) -> bytes:
+    """Return a chunk of a stream of completions, with its end if it is the *last*."""
+    content = {"choices": [{"text": "a", "token_ids": tokens, "finish_reason": "length" if last else None}]}
+    return f"data: {json.dumps(content)}\n\n{'data: [DONE]' if last else ''}\n\n".encode()

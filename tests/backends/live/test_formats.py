@@ -12,6 +12,7 @@ from backends.live.http import LiveServer, OpenAiChat, OpenAiCompletions, Sglang
 from backends.live.metrics import Histogram, Page, difference, parse
 from backends.live.routes import RequestRow, VllmPair
 from pdsim.serving.workload import Request
+from tests.support.answering import chunk, openai
 
 VLLM = OpenAiCompletions("tiny", ignore_eos=True, continuous=True, request={"top_k": 1})
 SGLANG = SglangGenerate(ignore_eos=True, prompts="ids", request={})
@@ -107,22 +108,13 @@ async def exchange(count: int) -> list[tuple[str, dict, str]]:
         seen.append((role, body, request.headers.get("X-Request-Id", "")))
         if role == "prefill":
             return web.json_response({"kv_transfer_params": {"remote_request_id": f"cmpl-{seen[-1][2]}-0"}})
-        chunk = {"choices": [{"text": "a", "token_ids": [1, 2], "finish_reason": "length"}]}
-        text = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
-        return web.Response(text=text, content_type="text/event-stream")
+        return web.Response(body=chunk(1, 2, last=True), content_type="text/event-stream")
 
-    app = web.Application()
-    app.router.add_post("/v1/completions", listen)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    (port,) = {address[1] for address in runner.addresses}
-    servers = [LiveServer(role, f"{role}0", f"http://127.0.0.1:{port}") for role in ("prefill", "decode")]
-    pair = VllmPair(VLLM, "round_robin", False, servers[:1], servers[1:])
-    async with session(key="", connections=4, connect_timeout=10.0) as opened:
+    async with openai(listen) as url, session(key="", connections=4, connect_timeout=10.0) as opened:
+        servers = [LiveServer(role, f"{role}0", url) for role in ("prefill", "decode")]
+        pair = VllmPair(VLLM, "round_robin", False, servers[:1], servers[1:])
         for _ in range(count):
             await pair.serve(opened, b"[1,2,3]", Request(0.0, 3, 2), RequestRow())
-    await runner.cleanup()
     return seen
 
 

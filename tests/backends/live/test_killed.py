@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from pdsim.cli.main import main
+from tests.support.answering import chunk, openai
 
 COUNT, OUTPUT = 100, 5
 WORDS = (
@@ -28,39 +29,27 @@ async def killed_among(words: list[str], moment: int, before: int) -> int:
     """
     ended: list[float] = []
 
-    async def models(_: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "tiny"}]})
-
     async def complete(request: web.Request) -> web.StreamResponse:
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await stream.prepare(request)
         with suppress(ConnectionError):  # the client was killed
             for number in range(OUTPUT):
                 await asyncio.sleep(random.random() * 0.02)
-                finish = "length" if number == OUTPUT - 1 else None
-                chunk = {"choices": [{"text": "a", "token_ids": [number], "finish_reason": finish}]}
-                await stream.write(f"data: {json.dumps(chunk)}\n\n".encode())
-            await stream.write(b"data: [DONE]\n\n")
+                await stream.write(chunk(number, last=number == OUTPUT - 1))
             await stream.write_eof()
             while request.transport is not None and not request.transport.is_closing():  # until the client hangs up
                 await asyncio.sleep(0.005)
             ended.append(time.monotonic())
         return stream
 
-    app = web.Application()
-    app.add_routes([web.get("/v1/models", models), web.post("/v1/completions", complete)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    run = await asyncio.create_subprocess_exec(sys.executable, "-m", "pdsim", *words, f"live.url={url}")
-    while len(ended) < moment + before:
-        assert run.returncode is None
-        await asyncio.sleep(random.random() * 0.02)
-    killed = time.monotonic()
-    run.kill()
-    await run.wait()
-    await runner.cleanup()
+    async with openai(complete) as url:
+        run = await asyncio.create_subprocess_exec(sys.executable, "-m", "pdsim", *words, f"live.url={url}")
+        while len(ended) < moment + before:
+            assert run.returncode is None
+            await asyncio.sleep(random.random() * 0.02)
+        killed = time.monotonic()
+        run.kill()
+        await run.wait()
     return sum(at < killed - LATER for at in ended) - before
 
 

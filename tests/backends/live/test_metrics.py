@@ -3,12 +3,14 @@
 
 import asyncio
 import json
-import threading
+import sys
 from collections.abc import Callable
 
 import pyarrow.parquet as pq
 import pytest
 from aiohttp import web
+
+from tests.support.answering import chunk, openai
 
 BEFORE = 5  # transfers that a server had before the run
 LABELS = '{engine="0",model_name="tiny"}'
@@ -46,44 +48,18 @@ sglang:kv_transfer_latency_ms_sum{{tp_rank="0"}} {3.0 * transfers}
 """
 
 
-@pytest.fixture
-def serve():
-    """Serve OpenAI's API and the given metrics until the test ends; a transfer for each completion."""
-    loop, thread = asyncio.new_event_loop(), None
+async def served(page: Callable[[int], str], *words: str) -> None:
+    """Run a live workload at a server that reports *page* of its transfers, one for each completion."""
+    transfers = BEFORE
 
-    def start(page: Callable[[int], str]) -> str:
-        nonlocal thread
-        transfers = BEFORE
+    async def complete(_: web.Request) -> web.StreamResponse:
+        nonlocal transfers
+        transfers += 1
+        return web.Response(body=chunk(1, last=True), content_type="text/event-stream")
 
-        async def metrics(_: web.Request) -> web.Response:
-            return web.Response(text=page(transfers), content_type="text/plain")
-
-        async def models(_: web.Request) -> web.Response:
-            return web.json_response({"data": [{"id": "tiny"}]})
-
-        async def complete(request: web.Request) -> web.StreamResponse:
-            nonlocal transfers
-            transfers += 1
-            stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-            await stream.prepare(request)
-            chunk = {"choices": [{"text": "a", "token_ids": [1], "finish_reason": "length"}]}
-            await stream.write(f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n".encode())
-            return stream
-
-        app = web.Application()
-        routes = [web.get("/metrics", metrics), web.get("/v1/models", models), web.post("/v1/completions", complete)]
-        app.add_routes(routes)
-        runner = web.AppRunner(app)
-        loop.run_until_complete(runner.setup())
-        loop.run_until_complete(web.TCPSite(runner, "127.0.0.1", 0).start())
-        thread = threading.Thread(target=loop.run_forever)
-        thread.start()
-        return f"http://127.0.0.1:{runner.addresses[0][1]}"
-
-    yield start
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(10)
-    loop.close()
+    async with openai(complete, lambda: page(transfers)) as url:
+        command = [sys.executable, "-m", "pdsim", "run", "-q", "target=live", f"live.url={url}", *words]
+        assert await (await asyncio.create_subprocess_exec(*command)).wait() == 0
 
 
 @pytest.mark.parametrize(
@@ -91,10 +67,10 @@ def serve():
     [(vllm, "vllm:nixl_xfer_time_seconds", 1.0), (sglang, "sglang:kv_transfer_latency_ms", 1e3)],
     ids=["vllm", "sglang"],
 )
-def test_histograms_of_transfers_are_kept_and_shown(serve, page, name, unit, tmp_path, pdsim_prints):
+def test_histograms_of_transfers_are_kept_and_shown(page, name, unit, tmp_path, pdsim_prints):
     words = ["hw=loopback", "live.vocabulary=512", "workload.count=7", "workload.rate=100", "live.sample_every=10ms"]
     words += ["workload.output_mean=1", "workload.output_cv=0", "workload.input_mean=20", f"output={tmp_path}"]
-    pdsim_prints("run", "-q", "target=live", f"live.url={serve(page)}", *words)
+    asyncio.run(served(page, *words))
     (folder,) = tmp_path.iterdir()
     (line,) = [line for line in pdsim_prints("show", "-v", folder).splitlines() if line.split()[1:2] == [name]]
     _, _, count, mean, median = line.split()[:5]
