@@ -7,10 +7,12 @@ parameters leaves for it, without the embedding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pdsim.core.errors import ConfigError
 from pdsim.models.llm import Llm
 
 ATTENTION = ("qkv", "qkv_down", "q_up", "kv_up", "out")
@@ -39,11 +41,16 @@ class Product(NamedTuple):
 
 
 def layer_shape(model: Llm) -> LayerShape:
-    """Return the widths of *model*'s layers, from `Llm.hf_config` where it has them."""
+    """Return the widths of *model*'s layers, from `Llm.hf_config` where it has them; raise a `ConfigError`."""
     own = model.hf_config
 
-    def width(name: str, default: int = 0) -> int:
-        return int(own.get(name, default))
+    def width(name: str) -> int:
+        value = own.get(name) or 0  # null where a model has none
+        if not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise ConfigError(
+                f"model.hf_config.{name} must be a number >= 0, got {value!r}; correct it, or leave it out"
+            )
+        return int(value)
 
     vocabulary = width("vocab_size")
     if not model.experts:

@@ -339,8 +339,8 @@ def _gathered(part: Mapping[str, Any]) -> Mapping[str, Any]:
                 kept[key] = without(value, join(at, str(key))) if isinstance(value, Mapping) else value
         return kept
 
-    rest = without(part, "")
-    return {**rest, "sources": {**part.get("sources", {}), **sources}} if sources else rest
+    rest, own = without(part, ""), part.get("sources", {})
+    return {**rest, "sources": {**own, **sources}} if sources and isinstance(own, Mapping) else rest
 
 
 def _split_keys(keys: str) -> list[str]:
@@ -405,7 +405,7 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = (), folders: Seq
     parts = {name: getattr(config, name) for name in ("hw", "model", "engine", "collective")} | {"backend": backend}
     return replace(
         config,
-        policy=build(Policy, policy | preset, "backend.policy"),
+        policy=build(Policy, policy | preset if isinstance(policy, Mapping) else policy, "backend.policy"),
         host_factor=1.0,  # it is in the backend now: a run that is repeated changes nothing
         draw_host=False,
         calibration=calibration,
