@@ -94,10 +94,14 @@ class Way(NamedTuple):
     metadata: str
 
     @property
+    def tp(self) -> str:
+        """Such as ``"1to2"``."""
+        return f"{self.prefill}to{self.decode}"
+
+    @property
     def label(self) -> str:
         """Such as ``"1to2 staged"``."""
-        via = "" if self.metadata == "policy" else f" metadata {self.metadata}"
-        return f"{self.prefill}to{self.decode} {self.path}{via}"
+        return f"{self.tp} {self.path}{'' if self.metadata == 'policy' else f' metadata {self.metadata}'}"
 
 
 def check(config: Config) -> Iterator[str]:
@@ -109,7 +113,15 @@ def check(config: Config) -> Iterator[str]:
             f"experiment.tokens={longest} and the first token exceed model.context={config.model.context}; lower "
             "experiment.tokens, or take another model"
         )
-    for way in options.ways():
+    total, packed = config.hw.nodes * config.hw.gpus, options.placement == "packed"
+    ways = options.ways()
+    if wide := dict.fromkeys(way.tp for way in ways if packed and total and way.prefill + way.decode > total):
+        fits = [tp for tp in options.tp if tp not in wide] or ["1to1"]
+        yield (
+            f"experiment.tp={','.join(wide)} needs more than the {total} GPUs of hw={config.hw.name}; set "
+            f"experiment.tp=[{','.join(fits)}], or choose a larger hw"
+        )
+    for way in (way for way in ways if way.tp not in wide):
         if way.path == "staged" and not config.policy.staging:
             yield f"{way.label}: backend={config.backend.name} has no staged path; set experiment.paths=[sliced]"
             continue

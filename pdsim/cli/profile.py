@@ -179,13 +179,14 @@ def _from_tables(source: Path, tables: tuple[str, str], config: Config, path: Pa
 
 
 def _fitted(config: Config, path: Path, rows: list[Row], title: str, models: Sequence[str] = ()) -> int:
-    fit = fits.fit(rows, peaks(config.hw), config.hw.gpu.name if config.hw.gpu else config.hw.name)
+    gpu = config.hw.gpu.name if config.hw.gpu else config.hw.name
+    fit = fits.fit(rows, peaks(config.hw), gpu)
     heads = {"what": "", "rows": "", "median %": "of the absolute error", "p95 %": "", "bias %": "median, signed"}
     errors = [[one.what, one.count, 100 * one.median, 100 * one.p95, 100 * one.bias] for one in fit.errors]
     terminal.show_table(Table("Errors", heads, errors))
     held = [f"{one.what} {100 * one.median:.1f}" for one in fit.errors if not one.what.endswith(("to", "it"))]
     source = f"{title}; medians of the error in %: {'; '.join(held)}"
-    about = f"{path.name}: times of operators, written by pdsim profile"
+    about = f"{gpu}: times of operators, written by pdsim profile"
     head = [f"measured_of: [{', '.join(models)}]"] if models else []
     return _write_choice(path, about, ["overhead: 0s", *head], fit.kernels, source)
 

@@ -10,7 +10,7 @@ import inspect
 import re
 import typing
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from pdsim.config import Config, ExperimentOptions, as_written, covers, hints_of, join, presets, quantities
@@ -52,12 +52,19 @@ def known() -> Iterator[Key]:
 
 
 def named(text: str) -> list[Key]:
-    """Return the key called *text*, those below it, and those of experiments by the same name."""
-    own = [*known()]
+    """Return the key called *text*, those below it, and those of experiments, which are named if several."""
+    own = dict.fromkeys(known(), "")
     if text.startswith("experiment"):
         for name in plugins.names(plugins.EXPERIMENTS):
-            own += of(ExperimentOptions.class_for({"name": name}), "experiment")
-    return list(dict.fromkeys(key for key in own if f"{key.name}.".startswith(f"{text}.")))
+            for key in of(ExperimentOptions.class_for({"name": name}), "experiment"):
+                own[key] = f"{own[key]}, {name}" if key in own else name
+    keys = {key: names for key, names in own.items() if f"{key.name}.".startswith(f"{text}.")}
+    if len(keys) == 1:
+        return [*keys]
+    return [
+        replace(key, meaning=f"{key.meaning} (experiment={names})".strip()) if names else key
+        for key, names in keys.items()
+    ]
 
 
 def now(key: Key, config: Config, words: Sequence[str]) -> list[str]:

@@ -141,16 +141,16 @@ def _beyond_samples(config: Config, transfers: Sequence[TransferRecord]) -> Iter
         if calibration.held_out is None:
             return ""
         percent, wide = 100.0 * calibration.held_out.p95, widening(factor)
-        return f"; take its error there, {percent:.2g} % at 95 of 100 held-out points, {wide:.3g} times as large"
+        return f"; expect {wide:.3g} times its error, {percent:.2g} % at 95 of 100 held-out points"
 
     units: tuple[tuple[str, Callable[[float], str], Sequence[float]], ...] = (
-        ("descriptors", str, calibration.descriptors),
-        ("bytes", format_size, calibration.bytes),
+        (" descriptors", str, calibration.descriptors),
+        ("", format_size, calibration.bytes),
     )
-    for name, unit, span in units:
+    for what, unit, span in units:
         counts = Counter[int]()
         for shape, count in moves.items():
-            counts[shape.descriptors if name == "descriptors" else shape.nbytes] += count
+            counts[shape.descriptors if what else shape.nbytes] += count
         low, high = span or (0, max(counts))
         if not (outside := sum(count for value, count in counts.items() if not low <= value <= high)):
             continue
@@ -158,7 +158,7 @@ def _beyond_samples(config: Config, transfers: Sequence[TransferRecord]) -> Iter
         at, factor = (most, most / high) if most > high else (least, low / max(least, 1))
         yield (
             f"warning: {outside} of {counts.total()} transfers lie outside calibration={calibration.name}, whose "
-            f"samples have {unit(low)} to {unit(high)} {name}: extrapolated to {unit(at)}, by a factor of "
+            f"samples have {unit(low)} to {unit(high)}{what}: extrapolated to {unit(at)}, by a factor of "
             f"{factor:.3g}{error(factor)}"
         )
     gpus = min(len(endpoints(transfers)), config.hw.nodes * config.hw.gpus)
@@ -217,7 +217,7 @@ def host_note(config: Config, transfers: Sequence[TransferRecord]) -> list[str]:
     if spread is None or calibration is None:
         return []
     return [
-        f"host: on {len(spread.known)} hosts its part of a transfer took {min(spread.known):g} to "
+        f"host: on {len(spread.known)} hosts the host's part of a transfer took {min(spread.known):g} to "
         f"{max(spread.known):g} times what calibration={calibration.name} says; alone, these transfers take "
         f"{spread.low:.2f} to {spread.high:.2f} times as long on 95 of 100 hosts (draw_host=true, host_factor=, "
         "pdsim calibrate --host)"

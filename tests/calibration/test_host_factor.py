@@ -118,7 +118,7 @@ def test_a_host_beyond_the_known_ones_is_a_warning():
     config = composed("host_factor=2.48")
     (warning,) = extrapolations(config, [TransferRecord("m", "write", "a", "b", 4096, 1, *(0.0,) * 5)])
     assert "is that of no host of calibration=mooncake_nvlink-2xh200, 0.93 to 1.24" in warning
-    assert "by a factor of 2; take its error there, 5.1 % at 95 of 100 held-out points, 2 times" in warning
+    assert "by a factor of 2; expect 2 times its error, 5.1 % at 95 of 100 held-out points" in warning
 
 
 def test_doctor_measures_a_host_beside_others_also_as_json(pdsim_says, monkeypatch):

@@ -88,8 +88,8 @@ def test_sides_share_the_gpus_of_a_pair():
 
 
 def test_what_the_machine_or_the_backend_lacks_is_refused():
-    with pytest.raises(ConfigError, match="parallel needs 8 \\+ 1 GPUs, hw=toy has 8"):
-        measure(configured(tp=("8to1",)))
+    with pytest.raises(ConfigError, match=r"8to1 needs more than the 8 GPUs of hw=toy; set experiment.tp=\[1to2\]"):
+        measure(configured(tp=("8to1", "1to2")))
     (problem,) = set(check(replace(configured(tp=("1to2",)), policy=Policy())))
     assert problem == "1to2 staged: backend=fast has no staged path; set experiment.paths=[sliced]"
 

@@ -10,7 +10,7 @@ from tests.support.composed import composed
 from tests.support.configs import ENGINE, LLM, MACHINE, make_config
 
 RECORD = TransferRecord("nvlink", "write", "a", "b", 1 << 20, 16, 0.0, 0.0, 0.0, 0.0, 0.0)
-ERROR = "take its error there, 3 % at 95 of 100 held-out points, 3 times as large"
+ERROR = "expect 3 times its error, 3 % at 95 of 100 held-out points"
 
 
 def moved(nbytes=1 << 20, descriptors=16):
@@ -66,8 +66,8 @@ def test_transfers_beyond_the_samples_are_a_warning_with_the_factor():
     assert not extrapolations(config, [moved()])
     assert not extrapolations(replace(config, target="real"), [moved(1 << 40)])
     assert extrapolations(config, [moved(), moved(1 << 30)]) == [
-        "warning: 1 of 2 transfers lie outside calibration=nvlink-2xh200, whose samples have 4 KiB to 256 MiB "
-        f"bytes: extrapolated to 1 GiB, by a factor of 4; {ERROR}"
+        "warning: 1 of 2 transfers lie outside calibration=nvlink-2xh200, whose samples have 4 KiB to 256 MiB: "
+        f"extrapolated to 1 GiB, by a factor of 4; {ERROR}"
     ]
     (warning,) = extrapolations(config, [moved(descriptors=40960)])
     assert "1 to 4096 descriptors: extrapolated to 40960, by a factor of 10" in warning
