@@ -235,7 +235,7 @@ def at_moments(scenario: Scenario, random: np.random.Generator, others: Collecti
         return scenario
     lost, at, cancels, faults = {*others}, moment.at, dict(scenario.cancels), scenario.faults
     kill, restart, misspeaks = dict(scenario.kill), dict(scenario.restart), dict(scenario.misspeaks)
-    for turn, (what, who, which, after, again, rest, held, before, late, long, more, _) in enumerate(chances):
+    for turn, (what, who, which, after, again, rest, held, before, late, long, more, twice) in enumerate(chances):
         if turn and more < 0.6:
             break
         at += 10.0 ** (-6.0 + 5.0 * after)
@@ -267,6 +267,9 @@ def at_moments(scenario: Scenario, random: np.random.Generator, others: Collecti
                 began = max(began, at + 0.1)
             else:
                 kill[name] = at
+                if twice < 0.25 and len(ranks) > 1:  # another one of its next incarnation is lost, too
+                    began, then = at + 0.12 + 0.1 * again, 0.0
+                    kill[next(rank for rank in ranks if rank != name)] = began + 10.0 ** (-2.0 + 1.5 * late)
             if what >= 0.43 and held < 0.5:
                 stale = Stale(name, max(0.0, at - 10.0 ** (-4.5 + 2.5 * before)), at, began + 10.0 ** (-5.0 * late))
                 faults = replace(faults, stale=(*faults.stale, stale))

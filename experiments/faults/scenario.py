@@ -265,6 +265,8 @@ def draw(
     chances |= dict.fromkeys(always, -1.0)
     kinds = [kind for kind in KINDS if chances[kind] < intensity * RARE.get(kind, 1.0) and kind not in without]
     kinds = [kind for kind in kinds if kind in always or not _EXCLUDED.get(kind, set()) & always]
+    if "pulls" in kinds and random("pulls.first").random() < 0.6:  # else most handoffs are pushed
+        kinds = [kind for kind in kinds if kind in always or kind not in ("stages", "layerwise")]
     undone = {other for kind, others in _EXCLUDED.items() if kind in kinds for other in others}
     kinds = [kind for kind in kinds if kind not in undone]
     if {"tiers", "blocks"} & {*kinds} and "caches" not in without:

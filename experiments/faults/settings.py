@@ -220,7 +220,7 @@ def pulled(job: Deployment, random: np.random.Generator) -> Deployment:
     """Return *job* with pulled handoffs, under leases that last from a few reads to the whole run."""
     lease = 10.0 ** float(random.uniform(-1.5, 1.5))
     engine = replace(job.engine, handoff="pull", recompute=1, memory="grow", lease=lease, heartbeat=lease / 3)
-    engine = replace(engine, noticed="decode" if random.random() < 0.5 else "prefill")
+    engine = replace(engine, noticed="decode" if random.random() < 0.4 else "prefill")
     return replace(job, engine=engine, staging=None)
 
 
@@ -335,10 +335,9 @@ def in_blocks(
     changed = []
     for request in requests:
         whole, less, *parts = random.random(5).tolist()
-        ids = list(request.hash_ids)
-        for part in parts[: -(-LARGE * request.input // HASHED)] if ids else ():
+        tokens, ids = LARGE * request.input - int(LARGE * less) * (whole < 0.6), list(request.hash_ids)
+        for part in parts[: (tokens - 1) // HASHED] if ids else ():
             ids.append(10 * ids[-1] + (part < 0.3))
-        tokens = LARGE * request.input - int(LARGE * less) * (whole < 0.7)
         changed.append(request._replace(input=tokens, hash_ids=tuple(ids)))
     assert machine.gpu is not None
     gpu, joint, nic = machine.gpu, machine.interconnect, machine.nic

@@ -33,6 +33,7 @@ from pdsim.kv.messages import (
     TransferDone,
     instance_of,
     leader,
+    rank_name,
 )
 from pdsim.serving.router import Router
 from pdsim.transfer import Transfer
@@ -155,6 +156,13 @@ class SpeechChecker:
             what = f"{member.rank.name} of {member.incarnation} connects to {message.instance}"
             self._report("I3", f"{what} by an address for {message.incarnation}")
         connect(message)
+        name = rank_name(instance_of(message.instance), message.index)
+        there: Any = self._members.get(name)
+        connection = member.rank.endpoint._connections.get(name)
+        current = there is not None and connection is not None and connection.remote is there.rank.endpoint
+        if current and there.incarnation != message.instance:
+            what = f"{name} of {there.incarnation!r} by an address of {message.instance}"
+            self._report("I3", f"{member.rank.name} connects to {what}")
 
     def _stops(self, part: Any, abort: Callable[[int], None], room: int) -> None:
         self._aborted.add((id(part), room))
