@@ -171,7 +171,7 @@ def _kept_warnings() -> Iterator[list[str]]:
     # Yield what becomes a line for each `RunWarning` of the block; those of other kinds are shown as ever.
     lines: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", RunWarning)
+        warnings.simplefilter("default", RunWarning)  # one for each text: a long run has millions
         yield lines
     for each in caught:
         if not issubclass(each.category, RunWarning):

@@ -1,5 +1,6 @@
 """Compact tables: curves between measured sizes, files, what ships, and forwards by them."""
 
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from pdsim.compute.tables import Curve, Grid, RangeWarning, Table
 from pdsim.core.errors import ConfigError
 from pdsim.hardware.machine import Machine
 from pdsim.models.llm import Llm, Side
+from pdsim.run import simulated
 from tests.support.composed import composed
 
 DENSE = Llm(
@@ -205,6 +207,24 @@ def test_no_shipped_attention_exceeds_the_gpu(name, width, heads, kv_heads):
     flops, token = 2.0 * heads * width * 8192**2, 4.0 * kv_heads * width
     assert 0.2 < flops / one.prefill([(0, 8192)]) / gpu.compute < 1.0
     assert 0.3 < token / one.decode(16)[1] / gpu.memory_rate < 1.0
+
+
+LONG = "workload=poisson", "workload.input_mean=40000", "workload.count=2", "scheduler.chunk=1024"
+
+
+def test_each_run_hears_once_of_what_is_extrapolated(monkeypatch):
+    heard, message = [], warnings.WarningMessage
+
+    def hear(*parts):
+        heard.append(str(parts[0]))
+        return message(*parts)
+
+    monkeypatch.setattr(warnings, "WarningMessage", hear)
+    for _ in range(2):
+        heard.clear()
+        simulated(composed("hw=8xh200", *LONG))
+        assert any("measured up to" in each for each in heard)
+        assert len(heard) == len(set(heard))
 
 
 def test_forwards_by_tables_are_sums_of_operators(monkeypatch):
