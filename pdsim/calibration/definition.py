@@ -8,6 +8,7 @@ configuration which one holds (`Config.host_factor`), and `measure` what a user'
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -61,7 +62,7 @@ class Calibration:
     descriptors: tuple[int, ...] = ()  # of a sample, least and most: beyond them it is extrapolated
     bytes: tuple[int, ...] = ()  # the same of the bytes of a sample
     gpus: tuple[int, ...] = ()  # the same of the GPUs that took part in one
-    # the host's part of a transfer on other hosts, as multiples of that on this one
+    # the host's part of a transfer on each known host, as a multiple of the calibrated one's
     hosts: tuple[Positive, ...] = ()
     host: float = 0.0  # the `host_factor` that a run was given; 0: none, so it may be any of *hosts*
     turn: Seconds = 0.0  # of the loop of `pdsim doctor --host` on this host; 0: nobody measured it
@@ -108,6 +109,39 @@ def widening(factor: float) -> float:
 
 TURNS = 200_000
 """Turns of the loop that `measure` times, as in the rows "host" of `data/benchmarks/probe-*.parquet`."""
+
+
+_OF_HOST = ("call", "descriptor", "latency", "ramp")
+_TIME = re.compile(r"([\d.]+)(ns|us|ms|s)\b")
+
+
+def of_usual_host(calibration: Calibration) -> Calibration:
+    """Return *calibration* for the median of its hosts, of which *hosts* are multiples then, if it has parameters.
+
+    The median is the best guess for a host that nobody has measured (`data/validation`, each host left out in turn).
+    What `on_host` scales is scaled here, with its intervals.
+    """
+    usual = statistics.median(calibration.hosts or (1.0,))
+
+    def scaled(value: Any) -> Any:
+        if isinstance(value, str):
+            return _TIME.sub(lambda time: f"{float(time[1]) * usual:.6g}{time[2]}", value)
+        if isinstance(value, Mapping):
+            return {name: scaled(part) for name, part in value.items()}
+        return type(value)(map(scaled, value)) if isinstance(value, (list, tuple)) else value
+
+    def adapted(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: scaled(of) if key.rpartition(".")[2] in _OF_HOST else of for key, of in values.items()}
+
+    if usual == 1.0 or not calibration.parameters:
+        return calibration
+    return replace(
+        calibration,
+        source=f"{calibration.source}, the host's part times {usual:g}, the median of {len(calibration.hosts)}",
+        parameters=adapted(calibration.parameters),
+        intervals=adapted(calibration.intervals),
+        hosts=tuple(factor / usual for factor in calibration.hosts),
+    )
 
 
 def on_host(engine: Engine, factor: float) -> Engine:

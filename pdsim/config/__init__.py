@@ -24,7 +24,7 @@ from typing import Annotated, Any, Self, TypeVar
 
 import msgspec
 
-from pdsim.calibration.definition import Calibration, drawn, on_host
+from pdsim.calibration.definition import Calibration, drawn, of_usual_host, on_host
 from pdsim.compute.forward import Compute
 from pdsim.config import presets
 from pdsim.core import plugins
@@ -139,8 +139,8 @@ class Config:
     autoscale: Autoscale = field(default_factory=Autoscale)
     check: Check = field(default_factory=Check)
     live: Live = field(default_factory=Live)  # the servers of target=live
-    # of the model: the host's part of a transfer, as a multiple of the calibrated one's
-    host_factor: Annotated[float, ">= 0.1 and <= 10"] = 1.0
+    # of the model: the host's part of a transfer, as a multiple of the calibrated one's; 0: the median of its hosts
+    host_factor: Annotated[float, ">= 0 and <= 10"] = 0.0
     draw_host: bool = False  # of the model: draw `host_factor` from the seed, as the calibration's hosts differ
     jitter: Jitter = field(default_factory=Jitter)  # of the model
     simulate: Simulate = field(default_factory=Simulate)  # how the model does it
@@ -371,7 +371,8 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = (), folders: Seq
         policy = values["backend"].pop("policy", {})
     named, calibration, new = values.pop("calibration", None), None, dict[str, str]()
     if named is not None and named != {"name": "none"}:
-        calibration = build(Calibration, named, "calibration")
+        whole, one = build(Calibration, named, "calibration"), values.get("host_factor") or values.get("draw_host")
+        calibration = whole if one else of_usual_host(whole)
         values, new = _calibrated(values, calibration, keys)
         spans = {key: span for key, span in calibration.intervals.items() if not covers(keys, key)}
         # no parameters any more, for they are in the values: a run that is repeated changes nothing
@@ -390,12 +391,11 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = (), folders: Seq
         own = {key: f"assumed: times host_factor={factor:g}{why}" for key in _HOST if not covers(keys, key)}
         backend, changed = on_host(backend, factor), changed | own
     if calibration is not None:
-        if factor != 1.0 or "host_factor" in keys:
-            calibration = replace(calibration, host=factor)
         # what the calibration says of changed numbers is not so any more
         spans = {key: span for key, span in calibration.intervals.items() if key not in changed}
         spans |= {key: span for key, span in of_options.items() if key in changed}
-        calibration = replace(calibration, intervals=spans)
+        host = factor if config.host_factor or config.draw_host else calibration.host
+        calibration = replace(calibration, host=host, intervals=spans)
         for part in ("held_out", "held_out_reads") if errors else ():
             if (held := getattr(calibration, part)) is not None:
                 how = f"{held.how}; with these options, errors of those who measured them"
@@ -406,7 +406,7 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = (), folders: Seq
     return replace(
         config,
         policy=build(Policy, policy | preset if isinstance(policy, Mapping) else policy, "backend.policy"),
-        host_factor=1.0,  # it is in the backend now: a run that is repeated changes nothing
+        host_factor=0.0,  # it is in the backend now: a run that is repeated changes nothing
         draw_host=False,
         calibration=calibration,
         **{name: part and _sourced(_borrowed(part, config.hw), name, new) for name, part in parts.items()},
@@ -451,12 +451,12 @@ def _calibrated(
 def _host(config: Config, calibration: Calibration | None) -> tuple[float, str]:
     if config.target != "model":
         return 1.0, ""
-    if config.draw_host and config.host_factor != 1.0:
+    if config.draw_host and config.host_factor:
         raise ConfigError(
             f"draw_host=true draws the host_factor; leave out draw_host or host_factor={config.host_factor:g}"
         )
     if not config.draw_host:
-        return config.host_factor, ""
+        return config.host_factor or 1.0, ""
     if calibration is None or len(calibration.hosts) < 2:
         name = "none" if calibration is None else calibration.name
         lack = f"calibration={name} knows none; set host_factor="

@@ -217,8 +217,8 @@ def host_note(config: Config, transfers: Sequence[TransferRecord]) -> list[str]:
     if spread is None or calibration is None:
         return []
     return [
-        f"host: on {len(spread.known)} hosts the host's part of a transfer took {min(spread.known):g} to "
-        f"{max(spread.known):g} times what calibration={calibration.name} says; alone, these transfers take "
+        f"host: on {len(spread.known)} hosts the host's part of a transfer took {min(spread.known):.2g} to "
+        f"{max(spread.known):.2g} times what this run takes; alone, these transfers take "
         f"{spread.low:.2f} to {spread.high:.2f} times as long on 95 of 100 hosts (draw_host=true, host_factor=, "
         "pdsim calibrate --host)"
     ]

@@ -13,6 +13,7 @@ from experiments import transfer
 from pdsim.calibration.calibrate import of_host
 from pdsim.calibration.definition import drawn
 from pdsim.calibration.samples import Sample, Samples
+from pdsim.config import load, plain
 from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError
 from pdsim.core.files import data
@@ -27,11 +28,32 @@ def composed(*words):
     return compose(["hw=2xh200", "backend=mooncake_nvlink", "experiment=transfer", "experiment.ranks=2", *words])
 
 
+CALIBRATED = "host_factor=1"
+HOSTS = (0.93, 1.0, 1.24, 1.12, 1.14, 1.06, 1.06)  # of calibration=mooncake_nvlink-2xh200
+
+
+def test_a_run_is_of_the_median_of_known_hosts():
+    calibrated, usual = composed(CALIBRATED), composed("backend.intra.latency=3us")
+    intra, of = usual.backend.intra, calibrated.backend.intra
+    assert (intra.latency, intra.descriptor, intra.rate) == pytest.approx((3e-6, 1.06 * of.descriptor, of.rate))
+    assert intra.ramp[0].extra == pytest.approx(1.06 * of.ramp[0].extra)
+    assert ", the host's part times 1.06, the median of 7, " in usual.backend.sources["intra.descriptor"]
+    assert "the host" not in calibrated.backend.sources["intra.descriptor"]
+    assert usual.calibration.hosts == pytest.approx([factor / 1.06 for factor in HOSTS])
+    low, high = (parse_time(end) for end in usual.calibration.intervals["backend.intra.descriptor"])
+    assert (low, high) == pytest.approx((1.06 * 2.3804e-6, 1.06 * 2.4452e-6), rel=1e-5)
+    assert composed("calibration=none").backend.intra.descriptor == 2.2e-6
+    values = plain(usual)
+    values["backend"]["policy"] = values.pop("policy")
+    again = load(values)
+    assert (again.backend.intra, again.calibration) == (intra, usual.calibration)
+
+
 def test_a_factor_is_applied_once_to_transfers_and_engines():
-    usual, config = composed().backend.intra, composed("host_factor=2", "backend.intra.descriptor=3us")
+    usual, config = composed(CALIBRATED).backend.intra, composed("host_factor=2", "backend.intra.descriptor=3us")
     slow, sources = config.backend.intra, config.backend.sources
     assert (slow.call, slow.descriptor) == pytest.approx((2 * usual.call, 6e-6))
-    assert (slow.latency, slow.rate, config.host_factor) == (2 * usual.latency, usual.rate, 1.0)
+    assert (slow.latency, slow.rate, config.host_factor) == (2 * usual.latency, usual.rate, 0.0)
     assert sources["intra.call"] == "assumed: times host_factor=2"
     assert sources["intra.descriptor"] == "assumed: set on the command line"
     assert sources["intra.rate"].startswith("measured:")
@@ -56,7 +78,7 @@ def said(*words):
 
 def test_results_say_how_far_other_hosts_move_their_transfers():
     small = ["experiment.blocks=[1000]", "experiment.size=[4KiB]"]
-    factors = sorted(drawn((0.93, 1.0, 1.24), seed=0, count=1000))
+    factors = sorted(factor / 1.06 for factor in drawn(HOSTS, seed=0, count=1000))
     (line,), spread = said(*small)  # all posting
     assert (spread.low, spread.high) == (pytest.approx(factors[25], rel=0.01), pytest.approx(factors[975], rel=0.01))
     assert f"take {spread.low:.2f} to {spread.high:.2f} times as long on 95 of 100 hosts" in line
@@ -71,7 +93,7 @@ def test_twenty_transfers_tell_the_factor_of_a_host(pdsim_says, tmp_path):
     assert status == 0
     assert text.startswith(f"host_factor=1.3, jobs 1.3 to 1.3: 20 transfers in {tmp_path}")
     assert "and 0.0% (0%) with it" in text
-    assert "95 of 100 hosts: 0.80 to 1.40, as the 3 of the calibration differ" in text
+    assert "95 of 100 hosts: 0.91 to 1.29, as the 7 of the calibration differ" in text
     assert pdsim_says("calibrate", "--host", "--quick", *words)[0] == 2
 
 
@@ -87,7 +109,7 @@ def test_a_slow_host_is_told_by_its_writes():
         )
         for row in rows
     ]
-    usual = composed("hw=4xh100")
+    usual = composed("hw=4xh100", CALIBRATED)
     of_writes = of_host(Samples(samples[:23]), usual.hw, usual.backend, "intra").factor
     slow = composed("hw=4xh100", f"host_factor={of_writes}")
     before, after = (of_host(Samples(samples[23:]), of.hw, of.backend, "intra").before for of in (usual, slow))
@@ -98,11 +120,13 @@ def test_a_slow_host_is_told_by_its_writes():
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_host_is_drawn_from_the_seed(seed):
     config = composed("draw_host=true", f"seed={seed}")
-    (factor,) = drawn((0.93, 1.0, 1.24), seed, 1)
-    assert config.backend.intra.descriptor == pytest.approx(composed().backend.intra.descriptor * factor, rel=1e-12)
+    (factor,) = drawn(HOSTS, seed, 1)
+    assert config.backend.intra.descriptor == pytest.approx(
+        composed(CALIBRATED).backend.intra.descriptor * factor, rel=1e-12
+    )
     assert (config.calibration.host, config.draw_host) == (factor, False)
     source = config.backend.sources["intra.descriptor"]
-    assert source == f"assumed: times host_factor={factor:g}, drawn from seed={seed} as 3 hosts differ"
+    assert source == f"assumed: times host_factor={factor:g}, drawn from seed={seed} as 7 hosts differ"
 
 
 @pytest.mark.parametrize(
