@@ -33,8 +33,8 @@ def read(path: Path, kind: str = "") -> list[Observed]:
         raise ConfigError(f"{path}: {why}; name a file that a client or a server has written") from error
     kind = kind or next((name for name, (sign, _) in FORMATS.items() if sign in text), "")
     if kind not in FORMATS:
-        what = f"--format {kind} is none of these" if kind else f"{path} does not show which of these it is"
-        raise ConfigError(f"{what}: {', '.join(FORMATS)}")
+        what = f"--format {kind} is not known" if kind else f"{path} is in no format that is recognised"
+        raise ConfigError(f"{what}; name one with --format: {', '.join(FORMATS)}")
     try:
         observed = sorted(FORMATS[kind][1](text), key=lambda one: one[0].arrival)
     except (LookupError, TypeError, ValueError) as error:

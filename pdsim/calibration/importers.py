@@ -35,11 +35,11 @@ def read(path: Path, tool: str = "") -> Samples:
         text = files.text(path)
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"--from {path}: {why}; name a text file") from error
+        raise ConfigError(f"{path}: {why}; name a text file") from error
     tool = tool or tool_of(text)
     if tool not in FORMATS:
-        what = f"--format {tool} is none of these" if tool else f"--from {path} does not show which of these it is"
-        raise ConfigError(f"{what}; say --format {', '.join(FORMATS)}")
+        what = f"--format {tool} is not known" if tool else f"{path} is in no format that is recognised"
+        raise ConfigError(f"{what}; name one with --format: {', '.join(FORMATS)}")
     if tool == "samples":
         return samples.read(path)
     try:
@@ -47,9 +47,9 @@ def read(path: Path, tool: str = "") -> Samples:
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError, csv.Error) as error:
         # a row that is cut short or was edited: what failed in it says nothing to a user, the tool and the file do
         what = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
-        raise ConfigError(f"--from {path}: not what {tool} prints ({what}); give the whole of its output") from error
+        raise ConfigError(f"{path}: not what {tool} prints ({what}); give the whole of its output") from error
     if not rows:
-        raise ConfigError(f"--from {path}: no row of {tool} in it; give the whole of what it printed")
+        raise ConfigError(f"{path}: no row of {tool} in it; give the whole of what it printed")
     about = {"kind": "published", "source": f"foreign tool {tool}, {path.name}"}
     lines = [line.lstrip("# ") for line in text.splitlines() if line.startswith("#") and tool == "table"]
     return Samples(rows, about | dict(line.split(": ", 1) for line in lines if ": " in line))

@@ -39,7 +39,8 @@ def report(own: Sequence[Path] = ()) -> str:
     """Return the text of ``pdsim doctor``; *own* are folders of one's own configuration."""
     memory = format_size(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     model = "in pure Python" if clock.__file__.endswith(".py") else "compiled"  # see hatch_build.py
-    engines = [registry.diagnose(name) for name in registry.backends()]
+    choices = options("backend", own)
+    engines = [_engine(name, name in choices) for name in registry.backends()]
     usable = [engine.name for engine in engines if engine.works]
     parts = {
         "devices": _table(devices()),
@@ -66,6 +67,13 @@ def report(own: Sequence[Path] = ()) -> str:
         if rows:
             lines += [title, *(f"  {row}" for row in rows), ""]
     return "\n".join([*lines, f"to try a real engine: {real or 'none: install one of the engines above'}"])
+
+
+def _engine(name: str, chosen: bool) -> Diagnosis:
+    if chosen:
+        return registry.diagnose(name)
+    remedy = "a run needs one: register a folder with it under pdsim.conf, or name one with --config-dir"
+    return Diagnosis(name, works=False, reason=f"no file backend/{name}.yaml", remedy=remedy)
 
 
 TURN = 33e-9

@@ -81,7 +81,7 @@ def test_telemetry_has_a_row_an_operation_size_or_interval():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("roses are red\n", f"does not show which of these it is; say --format {', '.join(FORMATS)}"),
+        ("roses are red\n", f"is in no format that is recognised; name one with --format: {', '.join(FORMATS)}"),
         ("Block Size (B)      Batch Size     B/W (GB/Sec)\n", "no row of nixlbench in it"),
         ("Test completed: duration 10.01, batch count 4895, throughput 0.26\n", "its command line above its output"),
     ],

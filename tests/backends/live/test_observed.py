@@ -63,8 +63,8 @@ def test_benchmarks_have_arrivals_tokens_and_failures(tmp_path):
 @pytest.mark.parametrize(
     ("text", "kind", "message"),
     [
-        ("hello", "", "does not show which of these it is: vllm-bench, aiperf, sglang"),
-        ("hello", "genai", "--format genai is none of these"),
+        ("hello", "", "is in no format that is recognised; name one with --format: vllm-bench, aiperf, sglang"),
+        ("hello", "genai", "--format genai is not known; name one"),
         (json.dumps({"ttfts": [1.0]}), "", "no start_times, without which arrivals are unknown"),
         (json.dumps(BENCH | {"itls": []}), "", "not what vllm-bench writes"),
         ('{"request_received_ts": 1.0}', "", "no 'prompt_tokens'"),
