@@ -167,5 +167,6 @@ def typed(name):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # 16 s of a processor
 def test_every_key_takes_a_value_other_than_its_own():
     assert {key: said for key in known_keys() if (said := failure(key))} == {}
