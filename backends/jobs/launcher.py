@@ -37,9 +37,7 @@ from pdsim.transfer.job import Outcome, RankResult, RankSpec, ranks_named
 
 SILENCE = 300.0  # seconds after which a rank that says nothing is ended, where nothing else is asked for
 CLOSING = 10.0  # seconds more that a rank may take, after its program, to close what it has open
-FILES = (
-    256  # a rank's sockets and libraries take about 45 beside one peer, and some engines abort where they get none
-)
+FILES = 256  # a rank takes about 45 beside one peer, and some engines abort where they get none
 TAIL = 2000  # characters of a rank's output that go into the error of a rank that died
 
 

@@ -117,7 +117,7 @@ class Config:
     Numbers are in SI units.  *hw*, *backend*, *model*, *engine* and *collective* keep the source of each of theirs.
     """
 
-    target: Annotated[str, "one of model, real, live"]
+    target: Annotated[str, "one of model, real, live"]  # the simulation, transfer engines, serving deployments
     experiment: ExperimentOptions  # the options of the experiment that is run, with its name
     hw: Machine
     backend: Engine
@@ -150,8 +150,8 @@ class Config:
     samples: Annotated[int, ">= 0 and <= 100000"] = 0
     # of the laws of simulation, in docs/reliability.md: "on" watches the run and fails it
     checks: Annotated[str, "one of on, off"] = "off"
-    seed: Annotated[int, ">= 0 and < 9223372036854775808"] = 0
-    output: str = "results"
+    seed: Annotated[int, ">= 0 and < 9223372036854775808"] = 0  # the same one repeats a run of the model bit for bit
+    output: str = "results"  # the folder that gets a folder for each run
 
 
 # --- from plain mappings -------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ class Interconnect:
     own, so a GPU with seven peers sends seven times *rate* in all.
     """
 
-    kind: Annotated[str, "one of switch, mesh, none"]
+    kind: Annotated[str, "one of switch, mesh, none"]  # mesh: a link between every two GPUs
     rate: Rate  # of a GPU's port, each direction; for a mesh, of the link between two GPUs
     latency: Seconds = 0.0
 
@@ -92,7 +92,7 @@ class Nic:
     rails: PositiveInt = 1  # neighbouring cards that a transfer is spread over evenly: UCX_MAX_RMA_RAILS
     # of a card that are bonded to one device, RoCE LAG: a queue pair stays on one, with its share of *rate*
     ports: PositiveInt = 1
-    far: Annotated[float, "> 0 and <= 1"] = 1.0
+    far: Annotated[float, "> 0 and <= 1"] = 1.0  # share of the rate that a GPU of the other socket reaches
     gpudirect: bool = True  # cards reach the memory of GPUs; else bytes pass through the host's
 
 

@@ -120,8 +120,8 @@ def read(path: Path, name: str = "") -> dict[str, Any]:
     own = {"model_type": "", **own, "quantization_config": quantised}
     if unread := [key for key in UNREAD if own.get(key)]:
         raise ConfigError(
-            f"model={name}: {unread[0]} in {path} means {UNREAD[unread[0]]}, which are not modelled; write a file "
-            "in conf/model of your own"
+            f"model={name}: {unread[0]} in {path} means {UNREAD[unread[0]]}, which are not modelled; describe "
+            "the nearest model in a file of your own: DIR/model/NAME.yaml, --config-dir DIR model=NAME"
         )
     needed = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     if lacking := [key for key in needed if not isinstance(own.get(key), int)]:

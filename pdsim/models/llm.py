@@ -96,8 +96,8 @@ class Side:
     (`pdsim.compute.forward`); with 1, the experts are divided as other weights are.
     """
 
-    tp: PositiveInt
-    instances: PositiveInt = 1
+    tp: PositiveInt  # tensor-parallel ranks of an instance
+    instances: PositiveInt = 1  # of this side, alike
     pp: PositiveInt = 1  # pipeline stages
     cp: PositiveInt = 1  # context-parallel ranks
     dp: PositiveInt = 1  # attention groups

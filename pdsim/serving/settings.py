@@ -43,9 +43,9 @@ class Tenant:
     ttft: Annotated[Seconds, "> 0"]  # most time to the first token
     tpot: Annotated[Seconds, "> 0"]  # most time per token after the first
     input_mean: Annotated[Count, "> 0"] = 2048.0  # tokens
-    input_cv: NotNegative = 1.0
-    output_mean: Annotated[Count, "> 0"] = 256.0
-    output_cv: NotNegative = 0.5
+    input_cv: NotNegative = 1.0  # coefficient of variation; 0: all alike
+    output_mean: Annotated[Count, "> 0"] = 256.0  # tokens
+    output_cv: NotNegative = 0.5  # coefficient of variation; 0: all alike
     priority: NotNegativeInt = 0  # the higher goes first where the scheduler looks; from 1 on it is never shed
 
 
@@ -59,7 +59,7 @@ class Workload:
     *count* choose a part, *speed* and *load* scale it.
     """
 
-    trace: str | None = None
+    trace: str | None = None  # a file of requests, in the format of Mooncake, Azure, Qwen-Bailian or BurstGPT
     arrivals: Annotated[str, "one of embedded, poisson, gamma, bursty, diurnal, sessions"] = "embedded"
     count: PositiveInt | None = None  # at most so many requests; None is all of a trace
     skip: Seconds = 0.0  # of arrivals that are left out, before any scaling
@@ -84,9 +84,9 @@ class Workload:
     day: Annotated[Seconds, "> 0"] = 86400.0  # of diurnal arrivals, which begin at their lowest rate
     peak: Annotated[float, ">= 1"] = 4.0  # highest rate of a day over its lowest, for diurnal
     input_mean: Annotated[Count, "> 0"] = 2048.0  # tokens
-    input_cv: NotNegative = 1.0
-    output_mean: Annotated[Count, "> 0"] = 256.0
-    output_cv: NotNegative = 0.5
+    input_cv: NotNegative = 1.0  # coefficient of variation; 0: all alike
+    output_mean: Annotated[Count, "> 0"] = 256.0  # tokens
+    output_cv: NotNegative = 0.5  # coefficient of variation; 0: all alike
     tenants: tuple[Tenant, ...] = ()  # who send requests at once, each at a rate and of lengths of its own
     aborts: Share = 0.0  # share of requests whose users leave, unless they have all their tokens before
     # mean time from its arrival after which such a user leaves, exponential
@@ -282,8 +282,8 @@ class ServingEngine:
 class Slo:
     """What counts as good: goodput is the rate of requests that meet both; one of one token meets *tpot*."""
 
-    ttft: Annotated[Seconds, "> 0"] = 5.0
-    tpot: Annotated[Seconds, "> 0"] = 0.05
+    ttft: Annotated[Seconds, "> 0"] = 5.0  # most time to the first token
+    tpot: Annotated[Seconds, "> 0"] = 0.05  # most time per token after the first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,8 +298,8 @@ class Live:
 
     engine: Annotated[str, "one of '', vllm, sglang"] = ""  # "vllm" or "sglang"; "" is any server with OpenAI's API
     url: tuple[str, ...] = ()  # requests go to the one with the fewest tokens outstanding
-    prefill: tuple[str, ...] = ()
-    decode: tuple[str, ...] = ()
+    prefill: tuple[str, ...] = ()  # URLs of prefill servers
+    decode: tuple[str, ...] = ()  # URLs of decode servers
     bootstrap_port: tuple[int, ...] = (8998,)  # of each SGLang prefill server; one stands for all
     model: str = ""  # as the servers call it; "" asks them
     api: Annotated[str, "one of completions, chat"] = "completions"  # or "chat", for servers that have nothing else
@@ -311,11 +311,11 @@ class Live:
     key_variable: str = "OPENAI_API_KEY"  # the environment variable that has the API key; unset sends none
     connections: PositiveInt = 1024  # at most, to all servers together
     timeout: Annotated[Seconds, "> 0"] = 600.0  # from sending a request to its last token
-    connect_timeout: Annotated[Seconds, "> 0"] = 10.0
+    connect_timeout: Annotated[Seconds, "> 0"] = 10.0  # until a server has accepted a connection
     warmup: NotNegativeInt = 1  # times that the shortest and longest prompts are sent before anything is measured
     sample_every: Annotated[Seconds, "> 0"] = 0.5  # how often the servers' metrics are read
 
-    launch: bool = False
+    launch: bool = False  # start the servers on this machine, and end them
     # of launched servers: prefill and decode, or "colocated"
     layout: Annotated[str, "one of pair, colocated"] = "pair"
     connector: str = ""  # vLLM's KV connector or SGLang's transfer backend; "" takes what suits `backend`

@@ -93,7 +93,7 @@ class LawChecker(Observer):
     def landed(self, batch: Batch, label: str) -> None:
         """Count what lands."""
         self.landed_bytes += batch.nbytes
-        self._move("landed", batch, label)
+        self._move("stored", batch, label)
         if self._network is not None and self._network.clock.now - self._since >= _INTERVAL:
             self._look()
 
@@ -110,7 +110,7 @@ class LawChecker(Observer):
     def _move(self, verb: str, batch: Batch, label: str) -> None:
         moved = self._moved[verb, label] = self._moved.get((verb, label), 0) + batch.nbytes
         if moved > self._posted.get(label, 0):
-            what = f"{moved} bytes of {label!r} were {verb}, {self._posted.get(label, 0)} were posted"
+            what = f"{moved} bytes of {label!r} were {verb}, and {self._posted.get(label, 0)} posted"
             self._report("bytes", what)
 
     def _pieces_of(self, scheduler: Any) -> list[tuple[int, int]]:
@@ -129,9 +129,9 @@ class LawChecker(Observer):
         # once, in order.
         forward = plan(ahead)
         for chunk, (context, tokens) in zip(forward.chunks if forward is not None else (), pieces, strict=False):
-            before = self._computed.get(chunk.room, context)  # where a prefix was cached, the first begins after it
+            before = self._computed.get(chunk.room, context)
             if context != before:
-                what = f"room {chunk.room} is computed from token {context} on, before it were {before}"
+                what = f"room {chunk.room} is computed from token {context} on, and {before} were computed before"
                 self._report("tokens", what)
             self._computed[chunk.room] = context + tokens
         return forward
