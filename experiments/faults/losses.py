@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -221,7 +222,10 @@ def at_moments(scenario: Scenario, random: np.random.Generator, others: Collecti
     chances = random.random((2, 12)).tolist()
     lags, lag = random.random(2).tolist()
     if lags < 0.3 and not scenario.faults.lagging:  # the message itself is late, or may be
-        late = {"lagging": (bytes([0xA0 + len(kinds[0])]) + kinds[0].encode(),), "lag": 10.0 ** (-3.0 + 2.5 * lag)}
+        # what the router sends after a `ConnectPeer` waits for it, and its ranks end if that is for a deadline
+        most = scenario.job.deadline / 8 if kinds[0] == "ConnectPeer" else inf
+        held = min(10.0 ** (-3.0 + 2.5 * lag), most)
+        late = {"lagging": (bytes([0xA0 + len(kinds[0])]) + kinds[0].encode(),), "lag": held}
         scenario = replace(scenario, faults=replace(scenario.faults, **late))
     rehearsal = _Rehearsal(kinds[:4], number)
     model = Model(

@@ -106,10 +106,8 @@ class _QuietRouter(Router):
         self._probes = tuple(RoutedRequest(0.0, *_PROBE, number=first + number) for number in range(len(pairs)))
         self.count += len(pairs)
         for probe, (prefill, decode) in zip(self._probes, pairs, strict=True):
-            probe.tries, probe.asked_again = (
-                self.job.retries + 1,
-                self.job.asks,
-            )  # none is left, and the number of its room is new
+            # none is left, and no request has had a room of that number
+            probe.tries, probe.asked_again = (self.job.retries + 1) * (self.job.asks + 1), self.job.asks
             probe.room = 1 + probe.number + probe.tries * self.count
             if self.registry.formed(prefill) and self.registry.formed(decode):
                 self._rooms[probe.room] = probe

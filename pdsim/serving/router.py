@@ -377,6 +377,7 @@ class Router(RankProcess):
         seconds, room = self.host.arrive(request.input, self.clock.now), request.room
 
         def passed(_: Any) -> None:
+            self._moved = self.clock.now  # what waits behind it has come nearer
             if self._rooms.get(room) is request and not request.lost:
                 send(request)
 

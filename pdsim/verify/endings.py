@@ -121,9 +121,12 @@ class EndingChecker:
 
     def _failed(self, router: Router, failed: Callable[..., None], sender: str, message: TransferDone) -> None:
         request = router._rooms.get(message.room)
-        over = request is not None and bool(request.lost) and sender != request.asked
+        other = ""
+        if request is not None and request.lost and sender != request.asked:
+            other = request.decode if leader(request.decode) == request.asked else request.prefill
         failed(sender, message)
-        if over and message.reason and message.room not in router._rooms:
+        over = other and message.reason and message.room not in router._rooms
+        if over and router.registry.alive(other):
             self._report("I11", f"room {message.room} is over by the word of {sender}, whose instance is lost")
 
     def _stopped(self, member: Any, stop: Callable[..., None], sender: str, message: Any) -> None:

@@ -3,6 +3,7 @@
 import pytest
 
 from experiments.faults.scenario import attempt, draw
+from pdsim.serving.settings import ServingEngine
 from pdsim.serving.workload import Request
 from pdsim.sim.faults import Faults, Silence, Slow
 from tests.support.serving import GQA, simulate
@@ -22,6 +23,12 @@ def test_slow_forwards_and_silent_losses_are_waited_for():
     assert simulate(**ONE_LATER, faults=silent).statuses == ["ok"]
     (status,) = simulate(**ONE_LATER, faults=silent, kill={"prefill0.0": 1.4501}).statuses
     assert status.startswith("PeerLost: ")
+
+
+def test_answers_wait_behind_others_in_a_slow_proxy():
+    slow = ServingEngine(name="pulls", handoff="pull", proxy=0.1)
+    served = simulate(**(ONE_LATER | {"requests": ONE * 20}), engine=slow)
+    assert served.statuses == ["ok"] * 20  # the first was computed 1.9 s before decode is asked to pull it
 
 
 @pytest.mark.parametrize("seed", [203167, 207181, 209800, 210084])
