@@ -54,7 +54,7 @@ class Curve:
     """
 
     __slots__ = ("_factors", "_growth", "_last", "_least", "_part", "_points", "_powers", "_sizes", "_splits",
-                 "_what", "limit")  # fmt: skip
+                 "_warned", "_what", "limit")  # fmt: skip
 
     def __init__(
         self,
@@ -75,6 +75,7 @@ class Curve:
         self._least, self.limit = float(sizes[0]), float(limit)
         self._splits, self._growth, self._what, self._part = splits, growth, what, part
         self._last = self(limit)
+        self._warned: object = None
 
     def __call__(self, size: float) -> float:
         """Return the seconds at *size*."""
@@ -101,11 +102,13 @@ class Curve:
         if self._splits:
             parts = -(-size // self.limit)
             return float(parts * self(size / parts))
-        warnings.warn(
-            f"{self._what}: measured up to {self.limit:g}; larger sizes are extrapolated in proportion",
-            RangeWarning,
-            stacklevel=3,
-        )
+        if warnings.filters is not self._warned:  # each `catch_warnings` has its own; a warning costs ten look-ups
+            self._warned = warnings.filters
+            warnings.warn(
+                f"{self._what}: measured up to {self.limit:g}; larger sizes are extrapolated in proportion",
+                RangeWarning,
+                stacklevel=3,
+            )
         return float(self._last * (size / self.limit) ** self._growth)
 
 

@@ -22,7 +22,7 @@ from pdsim.kv.messages import Chunk, Forwards
 from pdsim.kv.pages import cut
 from pdsim.kv.push import KvSender
 from pdsim.serving.policies import takes_first
-from pdsim.serving.steps import PostingHost, iteration_seconds
+from pdsim.serving.steps import PostingHost
 
 if TYPE_CHECKING:
     # their module imports this one
@@ -84,6 +84,7 @@ class ForwardRun:
         self.together = False  # whether all are one sequence of writes
         self.posted = 0  # of those that are not
         self.passed = 0  # forwards whose end has passed
+        self._costs: tuple[list[float], list[float]] | None = None  # of posts of the others
         self._posts = posts
 
     def pass_by(self, now: float) -> None:
@@ -91,13 +92,19 @@ class ForwardRun:
         passed = bisect_right(self.ends, now)
         self._posts.go_by_turns(self.turns[self.passed : passed])
         self.passed = passed
+        self._costs = None
 
     def set_turn(self, number: int, end: float, late: float = 0.0) -> None:
         """Have the KV of *number*, which ends at *end*, posted after the others, *late* seconds later than usual."""
         place = number - self.passed
         if place >= 0:
-            del self.turns[number:]
-            self.turns += self._posts.ahead([end], place, self.turns[-1] if place else None, late)
+            turns = self.turns
+            if self._costs is None:
+                self._costs = self._posts.costs_ahead(1 + len(self.message.more) - self.passed)
+            sends, following = self._costs
+            last = turns[number - 1] if place else self._posts.last
+            del turns[number:]
+            turns.append(max(last + following[place], end + (sends[place] + late)))
 
     def retime(self) -> None:
         """Have the KV of those that have not ended posted, each as it ends."""
@@ -116,11 +123,13 @@ class Launches:
         self._ends = [scheduler.launched]  # of the launch of each forward
         self._choices: list[float] = []  # when each but the first is chosen
         self._chosen = 0  # how many of them have been
+        self._costs: tuple[list[float], list[float]] | None = None  # of steps and launches of the others
 
     def catch_up(self) -> None:
         """Draw the costs of forwards that have been chosen by now, and of posts of those that have ended."""
         now = self._scheduler.clock.now
         self._run.pass_by(now)
+        self._costs = None
         chosen = bisect_right(self._choices, now)
         if chosen > self._chosen:
             self._scheduler.host.go_by(chosen - self._chosen)
@@ -156,13 +165,15 @@ class Launches:
         scheduler, run, launched = self._scheduler, self._run, self._ends[number]
         costs = scheduler.host.costs
         at, posts = (max(begin, launched), number) if launched < over else (acts, number + (launched < acts))
-        step, launch = scheduler.host.ahead_of(number - self._chosen)
+        if self._costs is None:
+            self._costs = scheduler.host.ahead_of(len(run.message.more) - self._chosen)
+        step, launch = (each[number - self._chosen] for each in self._costs)
         posting = scheduler.worker.posts.due(at) + posts - bisect_right(run.turns, at, run.passed, posts)
         beside = costs.posted_beside + costs.posted_more * (posting - 1) if posting else 0.0
         del self._choices[number:], self._ends[number + 1 :]
         self._choices.append(at)
         self._ends.append(at + launch + beside)
-        seconds: float = iteration_seconds(run.message.more[number], costs.launch, step, True)
+        seconds: float = max(run.message.more[number], costs.launch, step)
         if over <= launched < acts:
             seconds = max(seconds + beside, self._ends[-1] - acts)
         else:

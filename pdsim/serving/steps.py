@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,16 +83,16 @@ class SchedulerHost:
         """Return the seconds of one iteration."""
         return self._drawn(self.costs.step)
 
-    def ahead_of(self, place: int) -> tuple[float, float]:
-        """Return what `step` and then `launch` will return after *place* times both: see `go_by`."""
-        costs, pace, shape = self.costs, self.pace, self._shape or 1.0
-        step, launch, draws = costs.step * pace, costs.launch * pace, self._draws
-        values = self._ahead(place * draws, draws)
+    def ahead_of(self, count: int) -> tuple[list[float], list[float]]:
+        """Return what `step` and then `launch` will return the next *count* times: see `go_by`."""
+        costs, pace, shape, draws = self.costs, self.pace, self._shape, self._draws
+        step, launch, values = costs.step * pace, costs.launch * pace, self._ahead(count * draws)
+        steps, launches = [step] * count, [launch] * count
         if step and draws:
-            step = step * values[0] / shape
+            steps = [step * value / shape for value in values[::draws]]
         if launch and draws and pace != 1.0:
-            launch = launch * values[-1] / shape
-        return step, launch
+            launches = [launch * value / shape for value in values[draws - 1 :: draws]]
+        return steps, launches
 
     def go_by(self, count: int) -> None:
         """Take the next *count* of what `ahead_of` has said."""
@@ -104,12 +103,11 @@ class SchedulerHost:
         # of a step and a launch
         return bool(self._shape) * (bool(self.costs.step) + (bool(self.costs.launch) and self.pace != 1.0))
 
-    def _ahead(self, first: int, count: int) -> list[float]:
+    def _ahead(self, count: int) -> list[float]:
         drawn = self._drawn_ahead
-        while len(drawn) < first + count:
+        while len(drawn) < count:
             drawn = self._drawn_ahead = self._random.gamma(self._shape, size=_AHEAD).tolist()[::-1] + drawn
-        end = len(drawn) - first
-        return drawn[end - count : end][::-1]
+        return drawn[len(drawn) - count :][::-1]
 
     def _forget(self, count: int) -> None:
         if count:
@@ -157,25 +155,28 @@ class PostingHost(SchedulerHost):
         self._turns.extend(starts)
         return starts
 
-    def ahead(
-        self, ends: Sequence[float], place: int = 0, last: float | None = None, late: float = 0.0
-    ) -> list[float]:
-        """Return when the KV of forwards, of one request each, that will end at *ends* is posted: see `go_by_turns`.
-
-        With a *place* they follow so many others, of which the KV of the last is posted at *last*.  *late* is as in
-        `turns`.
-        """
-        pace, shape, draws = self.pace, self._shape or 1.0, 2 if self.costs.send_next else 1
-        send, following, turns = self.costs.send * pace, self.costs.send_next * pace, list[float]()
-        values = iter(self._ahead(place * draws, draws * len(ends))) if self._shape else repeat(1.0)
-        if last is None:
-            last = self._turns[-1] if self._turns else 0.0
-        for end in ends:
-            seconds = send * next(values) / shape + late
-            after = last + following * next(values) / shape if following else last
-            last = max(after, end + seconds)
+    def ahead(self, ends: Sequence[float]) -> list[float]:
+        """Return when the KV of forwards, of one request each, that end at *ends* is posted: see `go_by_turns`."""
+        last, turns = self.last, list[float]()
+        for end, send, following in zip(ends, *self.costs_ahead(len(ends)), strict=True):
+            last = max(last + following, end + send)
             turns.append(last)
         return turns
+
+    def costs_ahead(self, count: int) -> tuple[list[float], list[float]]:
+        """Return `HostCosts.send` and `send_next` of the next *count* posts."""
+        pace, shape, draws = self.pace, self._shape, 2 if self.costs.send_next else 1
+        send, following = self.costs.send * pace, self.costs.send_next * pace
+        if not shape:
+            return [send] * count, [following] * count
+        values = self._ahead(count * draws)
+        sends = [send * value / shape for value in values[::draws]]
+        return sends, [following * value / shape for value in values[1::2]] if following else [0.0] * count
+
+    @property
+    def last(self) -> float:
+        """When the last KV is posted that is known, on the clock."""
+        return self._turns[-1] if self._turns else 0.0
 
     def go_by_turns(self, turns: Sequence[float]) -> None:
         """Take note that forwards have ended whose KV is posted at *turns*, the next that `ahead` has said."""
