@@ -109,6 +109,8 @@ compare . -> compare takes 2 to 26 folders of runs, got 1
 best -> best needs the folder of a sweep, such as one in results; see pdsim best --help
 best . -> best ranks the points of one sweep, got .; name the folder of a sweep, such as results/sweep-HASH,
 recipe prefill.sh -> prefill.sh is not a file; name one, or write a command line in quotes: 'vllm serve MODEL'
+recipe --to foo . -> --to foo is not known; write --to vllm or --to sglang
+recipe --to vllm nowhere -> --to vllm needs the folder of one run, got nowhere; name one
 list hw hw=8xh200 -> hw=8xh200: a value is for what auto takes; write pdsim list compute hw=8xh200
 list modell -> no group 'modell'; did you mean model? There are backend,
 doctor now -> doctor takes no arguments but --host and --config-dir, got 'now'
@@ -424,7 +426,8 @@ def test_what_the_shell_evaluates_is_a_script(pdsim_says):
 
 def test_help_explains_commands_and_keys(pdsim_says):
     assert pdsim_says("help", "run")[1] == pdsim_says("run", "--help")[1]
-    assert pdsim_says("help", "slo")[1].splitlines()[1:] == ["slo.tpot: time, > 0 (default: 50 ms)"]
+    tpot = ["slo.tpot: time, > 0 (default: 50 ms)", "  most time per token after the first"]
+    assert pdsim_says("help", "slo")[1].splitlines()[2:] == tpot
     assert pdsim_says("help", "hw.nic.rate", "hw=8xh200")[1].splitlines()[2:] == [
         "  now: 49.6 GB/s (hw=8xh200)",
         "  source: published: MORI-IO write fit on ConnectX-7 400G, MORI-IO-BENCHMARK.md 624002c",

@@ -93,8 +93,10 @@ def _commands(engine: str, folders: Sequence[str]) -> int:
     from pdsim.config import load
     from pdsim.results import schema
 
-    if engine not in MODULES or len(folders) != 1:
-        raise ConfigError(f"recipe --to {engine} FOLDER: the engine is one of {', '.join(MODULES)}, and one run")
+    if engine not in MODULES:
+        raise ConfigError(f"--to {engine} is not known; write --to {' or --to '.join(MODULES)}")
+    if len(folders) != 1 or not Path(folders[0]).is_dir():
+        raise ConfigError(f"--to {engine} needs the folder of one run, got {' '.join(folders) or 'none'}; name one")
     values = schema.read_nested(Path(folders[0]) / "config.yaml")
     config = load({key: value for key, value in values.items() if key not in ("defaults", "hydra")})
     if getattr(config.experiment, "deployment", "") == "colocated":
