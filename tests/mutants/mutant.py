@@ -48,7 +48,8 @@ class Mutant:
         """Explore *seeds* until *invariant* does not hold; return None if it always does."""
         # kinds that would undo its setting: they choose ranks, machine, policy or the program of decode
         kinds = ["caches", "crowds", "gathers", "held", "layouts", "nodes", "policies", "runs", "sizes", "stages"]
-        without, run = frozenset(kinds if self.setting else ()), 0
+        # none needs a moment, for which each scenario is rehearsed
+        without, run = frozenset((*kinds, "moments") if self.setting else ("moments",)), 0
         for seed in seeds:
             with patched(self.setting):
                 scenario = draw(seed, REQUESTS, INTENSITY, without)
