@@ -28,6 +28,8 @@ workload=poisson workload.rate=2Gbps -> workload.rate: '2Gbps' is not a number a
 hw=8xh20 backend=nixl parallel.decode.tp=2 kv.staging=true kv.staging_ring=64GiB -> kv.staging_ring=64 GiB does not
 launch.silence=5s -> launch sets options of processes, and target=model starts none; set target=real or
 output= -> output must name a folder, got ''; write output=FOLDER, or leave output out
+workload.trace= -> workload.trace= is empty; name a file, or leave it out
+output=\udcc3\udcb8 -> is not text in this terminal's encoding; set LC_ALL=C.UTF-8 or PYTHONUTF8=1
 output=/dev/null/x -> output=/dev/null/x: Not a directory; name a folder that can be written to
 experiment.router=nearest -> experiment.router=nearest is provided by no installed package; there are cache_aware,
 "experiment=[]" -> experiment=[] chooses nothing; there are allgather,

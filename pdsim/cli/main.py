@@ -84,6 +84,9 @@ def _command(words: Sequence[str]) -> int:
     # one command. Raise a `ConfigError` for a word that is not a command.
     if not words or words[0] in ("--help", "-h") or words == ["help"]:
         return _say(usage.overview())
+    for word in words:
+        if any("\ud800" <= letter <= "\udfff" for letter in word):  # how Python keeps bytes that it cannot read
+            raise ConfigError(f"{word} is not text in this terminal's encoding; set LC_ALL=C.UTF-8 or PYTHONUTF8=1")
     command, *rest = words
     if command == "help":
         if rest[0] not in _DO:

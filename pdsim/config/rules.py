@@ -462,6 +462,8 @@ _USES = {
 
 def _workload(workload: Workload, context: int) -> Iterator[str]:
     trace, arrivals = workload.trace, workload.arrivals
+    if trace == "":
+        yield "workload.trace= is empty; name a file, or leave it out"
     if trace is not None and arrivals != Workload.arrivals:
         yield (
             f"workload.trace={trace} has requests of its own, and workload.arrivals={arrivals} generates some; "
