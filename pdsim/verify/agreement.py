@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Set
+from functools import partial
 from itertools import chain, pairwise
 from math import isinf
 from typing import Any
@@ -43,6 +44,9 @@ class AgreementChecker:
         """Watch *member*, a rank's program."""
         self._members[member.rank.name] = self._of[id(member.rank.endpoint)] = member
         self._names = list(self._members)
+        if isinstance(member, Router):
+            registry: Any = member.registry
+            registry.register = partial(self._registers, registry, registry.register)
 
     def look(self, now: float, sender: str) -> None:
         """Look at one rank at the instant *now*, unless it is the *sender*, which is about to change.
@@ -64,6 +68,13 @@ class AgreementChecker:
                 for invariant, what in sorted(again):
                     self._report(invariant, f"{name}: {what}")
                 self._suspects[name] = wrong
+
+    def _registers(self, registry: Any, register: Callable[[Any], bool], message: Any) -> bool:
+        formed, known = register(message), registry._instances[message.instance]
+        if known.places.get(message.index, known.until + 1) <= known.until:
+            rank = rank_name(message.instance, message.index)
+            self._report("I11", f"{rank} has a place, and its process was told to end")
+        return formed
 
     def _wrong(self, member: Any) -> Wrong:
         if isinstance(member, Router):
@@ -112,6 +123,8 @@ def _accounts(router: Any) -> Wrong:
     for instance, known in registry._instances.items():
         heard = {rank for rank in router.job.ranks(instance) if rank in membership.last_heard}
         places = {rank_name(instance, index) for index in known.places}
+        if known.introduced and not known.formed:
+            yield "I14", f"{instance} is not formed, and counts as introduced"
         if instance not in registry.awaited and heard != places:
             yield "I12", f"it is asked whether {sorted(heard)} live, and {sorted(places)} have registered"
     for instance, tokens in registry._under_way.items():

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import pairwise
+from math import ceil
 from typing import Any
 
 from pdsim.kv.messages import Arrival, Finished, Status, Submit, epoch_of, instance_of
@@ -190,9 +191,12 @@ class BoundsChecker:
                 )
         begin()
         batch, pages = scheduler.batch, scheduler.pages
-        known = not member.job.engine.draft and pages.held == pages._cached  # all pages, and a token a step
+        known = pages.held == pages._cached  # all pages
         steps = batch.steps(scheduler._due) if batch.runs and known else 0
-        ends = [(number, context + steps - 1) for number, context in batch.contexts() if steps]
+        ends = [
+            (number, tokens - ceil((end - batch._step - steps + 1) * growth - _ROUNDING))
+            for end, number, tokens, growth in (batch._members if steps else ())
+        ]
         needs = [pages.pool.rounded(member.job.page_count(end)) - pages.pool.count(number) for number, end in ends]
         if sum(need for need in needs if need > 0) > pages.pool.free:
             what = f"{pages.pool.free} pages are free on {member.rank.name}, and its batch needs {needs}"

@@ -180,6 +180,7 @@ class InvariantChecker(Observer):
         """Count a transition of *room*, to *state*, and check how long it took."""
         self.reached[transition(room, state)] += 1
         self._waits.changes(room, state)
+        self._speech.changes(room, state)
         self.order.changes(room, state, self._now())
         if room.state == "reserved":
             self.went_on[room.request.room] = self._now()

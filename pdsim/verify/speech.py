@@ -18,6 +18,7 @@ from pdsim.kv.messages import (
     ConnectPeer,
     Destination,
     Dropped,
+    Fence,
     Finished,
     Gone,
     KvMessage,
@@ -35,6 +36,7 @@ from pdsim.kv.messages import (
     leader,
     rank_name,
 )
+from pdsim.serving.rank_process import Room
 from pdsim.serving.router import Router
 from pdsim.transfer import Transfer
 
@@ -62,6 +64,9 @@ class SpeechChecker:
         self._until: dict[str, int] = {}  # by instance: the start of its newest process that was told to end
         self._aborts = Counter[tuple[str, int]]()  # by rank and room: questions of the router without an answer
         self._quiet: dict[tuple[int, int], set[str]] = {}  # by program of a leader and room: ranks that said so
+        self._told: set[int] = set()  # rooms that the router gives up, or hears to have failed
+        self._failed: set[int] = set()  # since the last message
+        self._fences: set[tuple[str, str, int]] = set()  # questions for a proof: sender, receiver and number
         self._aborted: set[tuple[int, int]] = set()  # by part and room: those that its leader has stopped
 
     def joined(self, member: Any) -> None:
@@ -81,8 +86,12 @@ class SpeechChecker:
             peers.connect = partial(self._connects, member, peers.connect)
         if member.scheduler is not None:
             member.handlers[RankQuiesced] = partial(self._quiesced, member, member.handlers[RankQuiesced])
-            pages = member.scheduler.pages
-            pages.release = partial(self._frees, member, pages.release)
+            member.scheduler.forget = partial(self._forgets, member, member.scheduler.forget)
+
+    def changes(self, room: Room, state: str) -> None:
+        """Take note that *room* comes to another *state*: with the next message the router knows why it fails."""
+        if state == "failed":
+            self._failed.add(room.request.room)
 
     def said(self, sender: str, receiver: str, message: KvMessage) -> None:
         """Check that *sender* may send *message* to *receiver* now."""
@@ -99,6 +108,10 @@ class SpeechChecker:
             self._until[instance] = max(message.until, self._until.get(instance, -1))
         elif isinstance(message, ConnectPeer) and message.started <= self._until.get(instance_of(receiver), -1):
             self._report("I11", f"{receiver} is in {message.incarnation}, and its process was told to end")
+        elif isinstance(message, Fence) and (sender, receiver, message.number) in self._fences:
+            self._report("I1", f"{sender} asks {receiver} twice under the number {message.number}")
+        elif isinstance(message, Fence):
+            self._fences.add((sender, receiver, message.number))
         elif isinstance(message, Dropped):
             self._aborts[sender, message.room] -= 1
             if self._aborts[sender, message.room] < 0:
@@ -107,6 +120,15 @@ class SpeechChecker:
                 self._report(
                     "I11", f"{sender} says that nothing of room {message.room} moved; a transfer was posted"
                 )
+        if (isinstance(message, Abort) and sender == ROUTER) or (
+            isinstance(message, TransferDone) and message.reason
+        ):
+            self._told.add(message.room)
+        unsaid = self._failed - self._told
+        if unsaid and self._members[ROUTER].rank.endpoint.ended is None:
+            what = f"room {min(unsaid)} has failed"
+            self._report("I5", f"{what}, and the router neither hears why nor has asked for that")
+        self._failed.clear()
         incarnation = getattr(message, "incarnation", "")
         if incarnation and instance_of(incarnation) != instance_of(receiver):
             self._report("I1", f"{sender} sends {type(message).__name__} for {incarnation} to {receiver}")
@@ -117,7 +139,8 @@ class SpeechChecker:
             self._aborts[receiver, message.room] += isinstance(message, Abort)
             return
         member, own = self._members[sender], self._members[leader(sender)].scheduler
-        if isinstance(message, RankQuiesced) and own is not None and message.room not in own.rooms:
+        within = isinstance(message, RankQuiesced) and receiver == leader(sender)
+        if within and own is not None and message.room not in own.rooms:
             return  # the answer to what a process before its leader's asked, which its leader ignores
         if member.incarnation not in given:
             self._report("I1", f"{sender} of {member.incarnation!r} sends {what}, which {sorted(given)} have")
@@ -160,6 +183,9 @@ class SpeechChecker:
         there: Any = self._members.get(name)
         connection = member.rank.endpoint._connections.get(name)
         current = there is not None and connection is not None and connection.remote is there.rank.endpoint
+        fence = getattr(there.mover, "fence", None) if current else None
+        if fence is not None and not connection.void and fence.is_quiesced(member.incarnation):
+            self._report("I3", f"{member.rank.name} reaches {name}, which has proof that it is gone")
         if current and there.incarnation != message.instance:
             what = f"{name} of {there.incarnation!r} by an address of {message.instance}"
             self._report("I3", f"{member.rank.name} connects to {what}")
@@ -177,13 +203,12 @@ class SpeechChecker:
         self._quiet.setdefault((id(member), message.room), set()).add(sender)
         quiesced(sender, message)
 
-    def _frees(self, member: Any, release: Callable[..., None], room: int, **how: bool) -> None:
-        scheduler = member.scheduler
-        quarantined = room in scheduler.pages.quarantined
-        if quarantined and room in scheduler.rooms and scheduler.rooms[room].state != "revoked":
-            missing = {member.rank.name, *member.followers} - self._quiet.get((id(member), room), set())
+    def _forgets(self, member: Any, forget: Callable[[int], None], number: int) -> None:
+        room = member.scheduler.rooms.get(number)
+        if room is not None and room.failed:
+            missing = {member.rank.name, *member.followers} - self._quiet.get((id(member), number), set())
             if missing:
                 self._report(
-                    "I3", f"{member.rank.name} frees room {room}, and {min(missing)} has not said it is quiet"
+                    "I3", f"{member.rank.name} frees room {number}, and {min(missing)} has not said it is quiet"
                 )
-        release(room, **how)
+        forget(number)
