@@ -121,7 +121,7 @@ def spread(sets: Sequence[ProcessSet]) -> Floats:
 
 def bare() -> EngineModel:
     """Return the model that the costs are added to."""
-    words = ["hw=2xh200", "backend=nixl", "experiment=transfer", f"calibration={BASE}"]
+    words = ["hw=2xh200", "backend=nixl", "experiment=transfer", f"calibration={BASE}", "host_factor=1"]
     model = compose(words).backend.intra
     assert model is not None
     return model
