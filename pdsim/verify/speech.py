@@ -64,7 +64,7 @@ class SpeechChecker:
         self._until: dict[str, int] = {}  # by instance: the start of its newest process that was told to end
         self._aborts = Counter[tuple[str, int]]()  # by rank and room: questions of the router without an answer
         self._quiet: dict[tuple[int, int], set[str]] = {}  # by program of a leader and room: ranks that said so
-        self._told: set[int] = set()  # rooms that the router gives up, or hears to have failed
+        self._told: set[int] = set()  # rooms that the router gives up, or hears to have ended
         self._failed: set[int] = set()  # since the last message
         self._fences: set[tuple[str, str, int]] = set()  # questions for a proof: sender, receiver and number
         self._aborted: set[tuple[int, int]] = set()  # by part and room: those that its leader has stopped
@@ -89,7 +89,7 @@ class SpeechChecker:
             member.scheduler.forget = partial(self._forgets, member, member.scheduler.forget)
 
     def changes(self, room: Room, state: str) -> None:
-        """Take note that *room* comes to another *state*: with the next message the router knows why it fails."""
+        """Take note that *room* comes to another *state*; with the next message the router knows why it fails."""
         if state == "failed":
             self._failed.add(room.request.room)
 
@@ -120,8 +120,8 @@ class SpeechChecker:
                 self._report(
                     "I11", f"{sender} says that nothing of room {message.room} moved; a transfer was posted"
                 )
-        if (isinstance(message, Abort) and sender == ROUTER) or (
-            isinstance(message, TransferDone) and message.reason
+        if isinstance(message, Abort | Finished | TransferDone) and (
+            sender == ROUTER or isinstance(message, Finished) or getattr(message, "reason", False)
         ):
             self._told.add(message.room)
         unsaid = self._failed - self._told
