@@ -12,17 +12,18 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from experiments.faults.causes import Scenario
 from pdsim.core.errors import MessageError
-from pdsim.kv.messages import ROUTER, decode, instance_of
+from pdsim.kv.messages import ROUTER, Submit, decode, instance_of
 from pdsim.serving.deployment import Deployment
 from pdsim.sim.faults import Faults, Observer, Pause, Stale
 from pdsim.sim.model import Model
 from pdsim.transfer.job import RankSpec
+from pdsim.verify.computed import ComputedChecker
 from pdsim.verify.reached import MESSAGES
 
 DEADLINE = 2.0
@@ -193,16 +194,20 @@ class _Rehearsal(Observer):
     def __init__(self, kinds: list[str], number: int) -> None:
         self.heard: dict[bytes, list[_Heard]] = {kind.encode(): [] for kind in kinds}
         self._first, self._number = kinds[0].encode(), number
+        self._computed = ComputedChecker(lambda *_: None)  # without it what shared pages have is refused
         self.router: Any = None
 
     def joined(self, member: Any) -> None:
         """Take note of the router, which has the clock."""
+        self._computed.joined(member)
         if member.rank.name == ROUTER:
             self.router = member
 
     def sent(self, sender: str, receiver: str, payload: bytes) -> None:
         """Keep a message."""
         kind = payload[3 : 3 + payload[2] - 0xA0]  # a text of msgpack
+        if kind == b"Submit":
+            self._computed.submitted(cast("Submit", decode(payload)))
         heard = self.heard.get(kind)
         if heard is not None and len(heard) < self._number:
             heard.append(_Heard(self.router.clock.now, sender, receiver, payload))
@@ -243,7 +248,8 @@ def at_moments(scenario: Scenario, random: np.random.Generator, others: Collecti
         if turn and more < 0.6:
             break
         at += 10.0 ** (-6.0 + 5.0 * after)
-        if what < 0.2 and not turn and (left := _leaves(moment, rehearsal.router, at)):
+        leaves = at if who < 0.5 else 2 * moment.at - at  # just before the message, as often
+        if what < 0.2 and not turn and (left := _leaves(moment, rehearsal.router, leaves)):
             cancels |= left
             continue
         name = _victim(scenario, moment, who, which)

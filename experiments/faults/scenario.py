@@ -376,6 +376,8 @@ def draw(
     cancels = _cancels(random("aborts"), count) if "aborts" in kinds else {}
     if "stages" in kinds:
         cancels |= _cancels(random("stages.aborts"), count, 0.7, -2.0)
+    if {"layerwise", "aborts"} <= {*kinds}:  # one of those that a forward computes together
+        cancels |= _cancels(random("layerwise.aborts"), count, 0.3, -3.0)
     if "crowds" in kinds:
         cancels |= _cancels(random("crowds.aborts"), count, 0.5, -2.5)
     span = 50 * gap + 0.5  # independent of the number of requests: few requests meet as many faults

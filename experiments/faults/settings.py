@@ -221,6 +221,9 @@ def pulled(job: Deployment, random: np.random.Generator) -> Deployment:
     lease = 10.0 ** float(random.uniform(-1.5, 1.5))
     engine = replace(job.engine, handoff="pull", recompute=1, memory="grow", lease=lease, heartbeat=lease / 3)
     engine = replace(engine, noticed="decode" if random.random() < 0.4 else "prefill")
+    answer, slow = random.random(2).tolist()
+    if slow < 0.5:  # users leave, and instances are lost, before the answer
+        engine = replace(engine, prefill=replace(engine.prefill, answer=10.0 ** (-4.0 + 2.0 * answer)))
     return replace(job, engine=engine, staging=None)
 
 
