@@ -2,8 +2,8 @@
 """When ranks of a scenario are lost, stand still and start again, and instances drain.
 
 A loss at any time meets the few microseconds between two steps of the protocol once in thousands of scenarios.  So
-`at_moments` rehearses a scenario, without checkers, up to the message that its seed names, and lets something go
-wrong just after that; both runs are the same until then.
+`at_moments` rehearses a scenario up to the message that its seed names, and lets something go wrong just after that,
+or a user leave just before; both runs are the same until then.
 """
 
 from __future__ import annotations

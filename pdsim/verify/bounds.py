@@ -263,6 +263,7 @@ class _Ring:
         self._report, self._reached, self._member = report, reached, member
         self._landing = member.mover.receiver.landing
         self._writers: dict[Any, str] = {}  # by question: the incarnation that asked
+        self._landing.ring.request = partial(self._asked, self._landing.ring.request)
         for name in ("ask", "scatter", "give_back", "forget", "sever", "_expire", "_scattered"):
             setattr(self._landing, name, partial(self._called, name, getattr(self._landing, name)))
 
@@ -283,6 +284,12 @@ class _Ring:
             self._check_kept(arguments[0] if name == "sever" else "")
             if name == "scatter":
                 self._check_scattered(arguments[0])
+
+    def _asked(self, request: Callable[[Any, int], Any], key: Any, size: int) -> Any:
+        before, slot = next(iter(self._landing.ring._line), None), request(key, size)
+        if before is not None and slot is not None:
+            self._report("I7", f"{self._member.rank.name} gives {key} a slot of its ring before {before}")
+        return slot
 
     def _states(self) -> dict[Any, str]:
         line, states = self._landing.ring._line, {}
