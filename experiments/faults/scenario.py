@@ -379,7 +379,7 @@ def draw(
     if {"layerwise", "aborts"} <= {*kinds}:  # one of those that a forward computes together
         cancels |= _cancels(random("layerwise.aborts"), count, 0.3, -3.0)
     if "crowds" in kinds:
-        cancels |= _cancels(random("crowds.aborts"), count, 0.5, -2.5)
+        cancels |= _cancels(random("crowds.aborts"), count, 0.6, -2.0)
     span = 50 * gap + 0.5  # independent of the number of requests: few requests meet as many faults
     ranks = [name for instance in (*job.prefills, *job.decodes) for name in job.ranks(instance)]
     faults = _faults(random, kinds, ranks, span, job.deadline)

@@ -7,6 +7,7 @@ from inspect import signature
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+from experiments.faults import CRASH
 from experiments.faults.scenario import Scenario, attempt, draw
 
 Change = tuple[Any, str, Any]
@@ -57,7 +58,10 @@ class Mutant:
                     continue
                 run += 1
                 with patched(self.changes):
-                    broken = {violation.invariant for violation in attempt(scenario).violations}
+                    try:
+                        broken = {violation.invariant for violation in attempt(scenario).violations}
+                    except Exception:  # an error of the model itself, which the trial reports as one
+                        broken = {CRASH}
                 if self.invariant in broken:
                     assert not self.setting or not attempt(scenario).violations, (
                         f"seed {seed} is not clean unchanged"
