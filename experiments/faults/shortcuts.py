@@ -78,7 +78,7 @@ def long_prompts(
 
 
 def sleeping(host: Host, random: np.random.Generator) -> Host:
-    """Return *host*, of which a third acts at once, a third later, and a third later still after a rest."""
+    """Return *host* as it is, with programs that wake late, or with those and no `idle_wake`, one in three each."""
     kind, late = random.random(), late_programs(host, random)
     if kind < 1 / 3:
         return host

@@ -116,10 +116,10 @@ _TIME = re.compile(r"([\d.]+)(ns|us|ms|s)\b")
 
 
 def of_usual_host(calibration: Calibration) -> Calibration:
-    """Return *calibration* for the median of its hosts, of which *hosts* are multiples then, if it has parameters.
+    """Return *calibration* with the costs of its median host; without parameters it stays as it is.
 
     The median is the best guess for a host that nobody has measured (`data/validation`, each host left out in turn).
-    What `on_host` scales is scaled here, with its intervals.
+    What `on_host` scales is scaled here, with its intervals; *hosts* become multiples of the median.
     """
     usual = statistics.median(calibration.hosts or (1.0,))
 

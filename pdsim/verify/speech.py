@@ -104,7 +104,7 @@ class SpeechChecker:
             if message.until < self._until.get(instance, -1) and receiver in self._members[ROUTER].job.ranks(
                 instance
             ):
-                self._report("I11", f"{receiver} is told to end, and not all who were told so before")
+                self._report("I11", f"{receiver} is told to end by a message that leaves out processes told before")
             self._until[instance] = max(message.until, self._until.get(instance, -1))
         elif isinstance(message, ConnectPeer) and message.started <= self._until.get(instance_of(receiver), -1):
             self._report("I11", f"{receiver} is in {message.incarnation}, and its process was told to end")
