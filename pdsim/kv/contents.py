@@ -6,7 +6,7 @@ row hold room and buffer.  The dimensions of a mamba layer are few bytes each, s
 layer and dimension.  Used wherever a device keeps contents: on real memory and on the model with ``memory=tracked``.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -86,7 +86,7 @@ class Contents:
 
     def token_rows(self, room: int, plane: int, tokens: range) -> Bytes:
         """Return the rows of *tokens* in the *plane*-th plane of keys and values: uint8 of shape (token, row)."""
-        return self._rows(self._kv, 0, room, self._kv.planes[plane], tokens)
+        return next(self._rows(self._kv, 0, room, tokens, (self._kv.planes[plane],)))
 
     def store(self, plane: int, pages: Pages, rows: Bytes) -> None:
         """Write *rows* of tokens, from the first of *pages* on, into the *plane*-th plane of keys and values."""
@@ -131,20 +131,24 @@ class Contents:
 
     def differs(self, table: PageTable, number: int, room: int, pages: Pages, tokens: range) -> str:
         """Compare *pages* of *table*, the state's *number*-th, with *tokens* of *room*."""
-        for plane, offset, stretch in _stretches(table, pages, tokens.start):
+        wrong = []
+        for page, stretch in _stretches(table, pages, tokens.start):
             piece = range(stretch.start, min(stretch.stop, tokens.stop))
-            if not piece:
-                continue
-            expected = self._rows(table, number, room, plane, piece)
-            actual = np.empty_like(expected)
-            for start, part in self._pieces(table, offset, actual):
-                part[:] = np.frombuffer(self._buffer.read(start, part.size), np.uint8).reshape(part.shape)
-            if not np.array_equal(actual, expected):
-                row = int(np.argmax((actual != expected).any(axis=1)))
-                byte = int(np.argmax(actual[row] != expected[row]))
-                what = _describe(actual[row], byte, marked=self.marks is not None and piece.stop <= _MARKED)
-                return f"room {room} plane {plane} token {piece.start + row} byte {byte}: {what}"
-        return ""
+            for place, expected in enumerate(self._rows(table, number, room, piece) if piece else ()):
+                offset = table.offsets.item(place) + page * table.item
+                parts = self._pieces(table, offset, expected)
+                if any(self._buffer.read(start, part.size) != part.tobytes() for start, part in parts):
+                    wrong.append((place, offset, piece, expected))
+        if not wrong:
+            return ""
+        place, offset, piece, expected = min(wrong, key=lambda one: one[0])
+        actual = np.empty_like(expected)
+        for start, part in self._pieces(table, offset, actual):
+            part[:] = np.frombuffer(self._buffer.read(start, part.size), np.uint8).reshape(part.shape)
+        row = int(np.argmax((actual != expected).any(axis=1)))
+        byte = int(np.argmax(actual[row] != expected[row]))
+        what = _describe(actual[row], byte, marked=self.marks is not None and piece.stop <= _MARKED)
+        return f"room {room} plane {table.planes[place]} token {piece.start + row} byte {byte}: {what}"
 
     def _planes(self, page: int) -> Iterator[tuple[int, int]]:
         for table in self.layout.tables:
@@ -163,15 +167,15 @@ class Contents:
             yield number, table, pages[table.component], first.get(table.component, 0)
 
     def _fill(self, table: PageTable, number: int, room: int, pages: Pages, first_token: int) -> None:
-        for plane, offset, tokens in _stretches(table, pages, first_token):
-            if self.computed is not None and table.tensor is None:
-                own = self.computed(room)
+        own = self.computed(room) if self.computed is not None and table.tensor is None else None
+        for page, tokens in _stretches(table, pages, first_token):
+            offset = page * table.item
+            if own is not None:
                 first = max(tokens.start, own.start)
                 offset += (first - tokens.start) // table.tokens * table.item
                 tokens = range(first, min(tokens.stop, own.stop))
-            if tokens:
-                rows = self._rows(table, number, room, plane, tokens)
-                for start, piece in self._pieces(table, offset, rows):
+            for place, rows in enumerate(self._rows(table, number, room, tokens) if tokens else ()):
+                for start, piece in self._pieces(table, table.offsets.item(place) + offset, rows):
                     self._buffer.write(start, piece.tobytes())
 
     def _pieces(self, table: PageTable, offset: int, rows: Bytes) -> Iterator[tuple[int, Bytes]]:
@@ -185,13 +189,22 @@ class Contents:
             for head in range(len(self._heads)):
                 yield start + head * table.tokens * width, own[:, head * width : (head + 1) * width]
 
-    def _rows(self, table: PageTable, number: int, room: int, plane: int, tokens: range) -> Bytes:
+    def _rows(
+        self, table: PageTable, number: int, room: int, tokens: range, planes: Sequence[int] = ()
+    ) -> Iterator[Bytes]:
+        # In each of *planes*, or all: uint8 of shape (token, row).  Several small ones are made at a time.
+        planes = planes or table.planes
         if table.tensor is not None:
-            return _slot(table.tensor, self.layout.tp, self._tp_rank, (room, number, plane))
+            for plane in planes:
+                yield _slot(table.tensor, self.layout.tp, self._tp_rank, (room, number, plane))
+            return
         heads = (_INDEX,) if table.component == "index" else self._heads
         room = room if self.prompt is None else self.prompt(room)
         marks = self.marks(room, tokens) if self.marks is not None and tokens.stop <= _MARKED else None
-        return _token_rows(heads, table.item // table.tokens, room, plane, tokens, marks)
+        row = table.item // table.tokens
+        many = max(1, _SMALL // (len(tokens) * row))
+        for first in range(0, len(planes), many):
+            yield from _token_rows(heads, row, room, tuple(planes[first : first + many]), tokens, marks)
 
 
 class KvPool:
@@ -243,13 +256,11 @@ class KvPool:
         return reason or (self.contents.verify_aux(room, slot) if slot >= 0 else "")
 
 
-def _stretches(table: PageTable, pages: Pages, first_token: int) -> Iterator[tuple[int, int, range]]:
-    for plane, start in zip(table.planes, table.offsets.tolist(), strict=True):
-        token = first_token
-        for page, count in pages:
-            tokens = range(token, token + count * table.tokens)
-            yield plane, start + page * table.item, tokens
-            token = tokens.stop
+def _stretches(table: PageTable, pages: Pages, token: int) -> Iterator[tuple[int, range]]:
+    for page, count in pages:
+        tokens = range(token, token + count * table.tokens)
+        yield page, tokens
+        token = tokens.stop
 
 
 def _word(room: int, plane: int, head: int) -> int:
@@ -260,16 +271,22 @@ def _token_rows(
     heads: range | tuple[int, ...],
     row: int,
     room: int,
-    plane: int,
+    planes: tuple[int, ...],
     tokens: range,
     marks: npt.NDArray[np.uint64] | None = None,
 ) -> Bytes:
     # For each head there is a word, repeated to the head's size; *marks*, one a token, go between token and head.
     few = len(tokens) * row <= _SMALL
-    words = (_few_words if few else _words)(heads, row, tokens) | np.uint64(_word(room, plane, 0))
+    words = (_few_words if few else _words)(heads, row, tokens)
     if marks is not None:
-        words |= (marks % np.uint64(1 << _HEAD - _MARK) << np.uint64(_MARK))[:, None, None]
-    return words.view(np.uint8)[:, :, : row // len(heads)].reshape(len(tokens), row)
+        words = words | (marks % np.uint64(1 << _HEAD - _MARK) << np.uint64(_MARK))[:, None, None]
+    every = words | _plane_words(room, planes)
+    return every.view(np.uint8)[:, :, :, : row // len(heads)].reshape(len(planes), len(tokens), row)
+
+
+@lru_cache(maxsize=1024)
+def _plane_words(room: int, planes: tuple[int, ...]) -> npt.NDArray[np.uint64]:
+    return np.array([_word(room, plane, 0) for plane in planes], np.uint64)[:, None, None, None]
 
 
 def _words(heads: range | tuple[int, ...], row: int, tokens: range) -> npt.NDArray[np.uint64]:

@@ -123,6 +123,7 @@ class InvariantChecker(Observer):
         self.written: dict[int, float] = {}  # rooms: when prefill has said that all of it has moved
         self.went_on: dict[int, float] = {}  # rooms: when decode has what it waited for, or gives up
         self._members: dict[str, Any] = {}
+        self._queue: Any = None  # of all clocks, which has the time
         self._gone: set[str] = set()
         self._born: dict[str, float] = {}  # by rank: when its last process began
         self._reports: dict[tuple[str, int], str] = {}  # by rank and room: how it ended
@@ -146,6 +147,7 @@ class InvariantChecker(Observer):
     def joined(self, member: Any) -> None:
         """Watch what *member*, a rank's program, reports and owns."""
         self._members[member.rank.name] = member
+        self._queue = member.clock.queue
         self._gone.discard(member.rank.name)
         self._born[member.rank.name] = member.clock.now
         self._owners.joined(member)
@@ -187,7 +189,8 @@ class InvariantChecker(Observer):
 
     def sent(self, sender: str, receiver: str, payload: bytes) -> None:
         """Look at a control message, and at who sleeps."""
-        self.order.sent(sender, receiver, payload, self._now())
+        now = self._now()
+        self.order.sent(sender, receiver, payload, now)
         try:
             message = decode(payload)
         except MessageError:
@@ -195,8 +198,8 @@ class InvariantChecker(Observer):
         self.reached[type(message).__name__] += 1
         if type(message) is Pong:
             return  # a quarter of all, each soon after a ping
-        self._waits.look(self._now())
-        self._agreement.look(self._now(), sender)
+        self._waits.look(now)
+        self._agreement.look(now, sender)
         self._speech.said(sender, receiver, message)
         handler = self._handlers.get(type(message))
         if handler is not None:
@@ -429,7 +432,7 @@ class InvariantChecker(Observer):
         self.violations.append(Violation(invariant, self._now(), what))
 
     def _now(self) -> float:
-        return next(iter(self._members.values())).clock.now if self._members else 0.0
+        return self._queue.now if self._queue is not None else 0.0
 
 
 def _in_incarnation(members: Mapping[str, Any], incarnation: str) -> Iterator[tuple[str, Any]]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from typing import Any
 
 from pdsim.kv.messages import ROUTER
@@ -46,6 +47,8 @@ _POOLS = frozenset(
 )
 """Lists of what is free, also of pages that keep a prefix; how much that is says what is owned.  Evicted pages are
 written to tiers before the next forward, if there is one; others that are to be written are in ``_writing``, too."""
+
+_LEFT_OUT = _NOT_STATE | _POOLS
 
 _NUMBERED = frozenset({"_fences"})
 """Tables whose keys are numbers of something else than rooms."""
@@ -194,7 +197,7 @@ def _containers(root: Any) -> Iterator[tuple[str, Any]]:
     while todo:
         path, holder = todo.pop()
         for name, value in _attributes(holder):
-            if name in _NOT_STATE | _POOLS or id(value) in seen:
+            if name in _LEFT_OUT or id(value) in seen:
                 continue
             seen.add(id(value))
             if isinstance(value, _CONTAINERS):
@@ -206,14 +209,22 @@ def _containers(root: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_ours(value: Any) -> bool:
-    return type(value).__module__.startswith(("pdsim.kv", "pdsim.serving"))
+    return _is_of_protocol(value.__class__)
+
+
+@cache
+def _is_of_protocol(kind: type) -> bool:
+    return kind.__module__.startswith(("pdsim.kv", "pdsim.serving"))
+
+
+@cache
+def _slots(kind: type) -> list[str]:
+    return [name for each in kind.__mro__ for name in getattr(each, "__slots__", ())]
 
 
 def _attributes(holder: Any) -> list[tuple[str, Any]]:
     attributes = dict(getattr(holder, "__dict__", {}))
-    for kind in type(holder).__mro__:
-        slots = getattr(kind, "__slots__", ())
-        attributes |= {name: getattr(holder, name) for name in slots if hasattr(holder, name)}
+    attributes |= {name: getattr(holder, name) for name in _slots(holder.__class__) if hasattr(holder, name)}
     return list(attributes.items())
 
 

@@ -28,6 +28,9 @@ _LATE = 1.0
 _ALIKE = tuple(bytes([0xA0 + len(name)]) + name.encode() for name in ("Ping", "Pong", "Renew"))
 """Tags (msgpack) of messages that are all equal: one that arrives may be any of those sent."""
 
+_TAG = 2
+"""Where a message has its tag, after the header and the version."""
+
 _STAMPS = {"arrived": "arrived", "ready": "polled", "running": "joined"}
 """By state of a room at decode: the time of `Finished` at which it comes to that first."""
 
@@ -42,7 +45,7 @@ class OrderChecker:
         self._ended = Counter[str]()  # by rank: processes that have
         # by sender, its process and receiver: messages that are on their way, and when they were sent
         self._sent: dict[tuple[str, int, str], dict[bytes, float]] = {}
-        self._from: dict[tuple[str, str], list[tuple[str, int, str]]] = {}  # those of a sender and a receiver
+        self._from: dict[tuple[str, str], list[dict[bytes, float]]] = {}  # those of a sender and a receiver
         self._alike: set[tuple[str, str, bytes]] = (
             set()
         )  # sender, receiver and message of those that were sent twice
@@ -77,14 +80,17 @@ class OrderChecker:
 
     def sent(self, sender: str, receiver: str, payload: bytes, now: float) -> None:
         """Take note of a message."""
+        if payload.startswith(_ALIKE, _TAG):
+            return
         key = sender, self._ended[sender], receiver
-        if key not in self._sent:
-            self._sent[key] = {}
-            self._from.setdefault((sender, receiver), []).append(key)
-        if self._sent[key].pop(payload, None) is not None:  # which of the two comes, and when, cannot be told
+        sent = self._sent.get(key)
+        if sent is None:
+            sent = self._sent[key] = {}
+            self._from.setdefault((sender, receiver), []).append(sent)
+        if sent.pop(payload, None) is not None:  # which of the two comes, and when, cannot be told
             self._alike.add((sender, receiver, payload))
-        if (sender, receiver, payload) not in self._alike and not _is_alike(payload):
-            self._sent[key][payload] = now
+        if (sender, receiver, payload) not in self._alike:
+            sent[payload] = now
 
     def changes(self, room: Room, state: str, now: float) -> None:
         """Take note of when *room* comes to *state*."""
@@ -125,11 +131,13 @@ class OrderChecker:
 
     def _comes(self, member: Any, handle: Callable[[Any], None], message: Any) -> None:
         receiver, (sender, payload) = member.rank.name, message
-        ways = [key for key in self._from.get((sender, receiver), ()) if payload in self._sent[key]]
-        if not ways and (sender, receiver, payload) not in self._alike and not _is_alike(payload):
+        if payload.startswith(_ALIKE, _TAG):
+            handle(message)
+            return
+        ways = [sent for sent in self._from.get((sender, receiver), ()) if payload in sent]
+        if not ways and (sender, receiver, payload) not in self._alike:
             self._report("I1", f"{receiver} handles what {sender} has not sent, or twice: {payload[:40]!r}")
-        for key in ways[-1:]:
-            sent = self._sent[key]
+        for sent in ways[-1:]:
             while (first := next(iter(sent))) != payload:
                 if (at := sent.pop(first)) > self._born[receiver]:
                     what = f"{receiver} handles a message of {sender} before one that was sent at {at:g} s"
@@ -173,7 +181,3 @@ class OrderChecker:
         own = self._queued.get((id(member), room), -1)
         if before := [other for other in others if self._queued.get((id(member), other), own) < own]:
             self._report("I7", f"{member.rank.name} starts room {room} before room {before[0]}, which came first")
-
-
-def _is_alike(payload: bytes) -> bool:
-    return any(tag in payload[:12] for tag in _ALIKE)

@@ -159,20 +159,30 @@ class OwnershipChecker:
             return
         if isinstance(leader.worker, PrefillWorker):
             self._check_computed(verb, leader, layout, room, rank, offsets, sizes)
+        if not offsets.size:
+            return
+        low, high = offsets.min(), offsets.max()
         for table in layout.tables:
-            inside = (offsets >= table.start) & (offsets < table.end)
-            if inside.any():
-                pool = _pool(leader, table)
-                foreign = _rows(table, offsets[inside], sizes[inside]) - _numbers(pool.get(room, ()))
-                if verb == "landed on" and isinstance(leader.scheduler.pages.pool, PrefixPagePool):
-                    known = {page.page for page in leader.scheduler.pages.pool._cached.values()}
-                    if known & _rows(table, offsets[inside], sizes[inside]):
-                        self._report("I3", f"room {room} {verb} pages of {rank} that are a known prompt's")
-                if foreign:
-                    owners = (owner for owner, rows in pool.items() if min(foreign) in _numbers(rows))
-                    owner = next((f"room {owner}'s" for owner in owners), "nobody's")
-                    text = f"room {room} {verb} {table.component} row {min(foreign)} of {rank}, which is {owner}"
-                    self._report("I3", text)
+            if high < table.start or low >= table.end:
+                continue
+            if low >= table.start and high < table.end:
+                touched = _rows(table, offsets, sizes)
+            else:
+                inside = (offsets >= table.start) & (offsets < table.end)
+                if not inside.any():
+                    continue
+                touched = _rows(table, offsets[inside], sizes[inside])
+            pool = _pool(leader, table)
+            foreign = touched - _numbers(pool.get(room, ()))
+            if verb == "landed on" and isinstance(leader.scheduler.pages.pool, PrefixPagePool):
+                known = {page.page for page in leader.scheduler.pages.pool._cached.values()}
+                if known & touched:
+                    self._report("I3", f"room {room} {verb} pages of {rank} that are a known prompt's")
+            if foreign:
+                owners = (owner for owner, rows in pool.items() if min(foreign) in _numbers(rows))
+                owner = next((f"room {owner}'s" for owner in owners), "nobody's")
+                text = f"room {room} {verb} {table.component} row {min(foreign)} of {rank}, which is {owner}"
+                self._report("I3", text)
         self._check_aux(verb, leader, layout, room, rank, offsets)
 
     def _check_computed(
@@ -202,7 +212,7 @@ class OwnershipChecker:
         handoff, owned = leader.scheduler.handoff, set()  # nothing where no metadata moves
         if isinstance(handoff, PushPrefillLeader | PushDecodeLeader):
             owned = {handoff.slots.owners.get(room)}
-        foreign = _slots(layout, inside) - owned
+        foreign = _slots(layout, inside) - owned if inside.size else set()
         if foreign:
             self._report("I6", f"room {room} {verb} metadata slot {min(foreign)} of {rank}, which is not its own")
 

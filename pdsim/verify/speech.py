@@ -46,6 +46,9 @@ _OF_ROOMS = (
 )
 """Messages about a room: only the ranks that were given the room may send them."""
 
+_ENDS = Abort, Finished, TransferDone
+_SUCCEEDS = Finished, PrefillDone
+
 
 class SpeechChecker:
     """Calls *report* with an invariant and a text for what must not be said, or is done without it.
@@ -120,15 +123,16 @@ class SpeechChecker:
                 self._report(
                     "I11", f"{sender} says that nothing of room {message.room} moved; a transfer was posted"
                 )
-        if isinstance(message, Abort | Finished | TransferDone) and (
+        if isinstance(message, _ENDS) and (
             sender == ROUTER or isinstance(message, Finished) or getattr(message, "reason", False)
         ):
             self._told.add(message.room)
-        unsaid = self._failed - self._told
-        if unsaid and self._members[ROUTER].rank.endpoint.ended is None:
-            what = f"room {min(unsaid)} has failed"
-            self._report("I5", f"{what}, and the router neither hears why nor has asked for that")
-        self._failed.clear()
+        if self._failed:
+            unsaid = self._failed - self._told
+            if unsaid and self._members[ROUTER].rank.endpoint.ended is None:
+                what = f"room {min(unsaid)} has failed"
+                self._report("I5", f"{what}, and the router neither hears why nor has asked for that")
+            self._failed.clear()
         incarnation = getattr(message, "incarnation", "")
         if incarnation and instance_of(incarnation) != instance_of(receiver):
             self._report("I1", f"{sender} sends {type(message).__name__} for {incarnation} to {receiver}")
@@ -144,7 +148,7 @@ class SpeechChecker:
             return  # the answer to what a process before its leader's asked, which its leader ignores
         if member.incarnation not in given:
             self._report("I1", f"{sender} of {member.incarnation!r} sends {what}, which {sorted(given)} have")
-        done = isinstance(message, Finished | PrefillDone) or (
+        done = isinstance(message, _SUCCEEDS) or (
             isinstance(message, TransferDone) and not message.reason and receiver == ROUTER
         )
         ranks = (sender, *member.followers) if done else ()

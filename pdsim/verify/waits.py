@@ -12,8 +12,7 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from pdsim.kv.messages import PrefillDone, Renew, leader
-from pdsim.kv.receiver import KvReceiver
+from pdsim.kv.messages import ROUTER, PrefillDone, Renew, leader
 from pdsim.serving.decode import DecodeScheduler
 from pdsim.serving.prefill import PrefillRequest
 from pdsim.serving.rank_process import Room
@@ -29,6 +28,7 @@ class WaitChecker:
     def __init__(self, report: Callable[[str, str], None]) -> None:
         self._report = report
         self._members: dict[str, Any] = {}
+        self._looked_at: dict[str, Any] = {}  # those that may sleep, or let somebody wait
         self._now = -1.0
         # by rank: what it sleeps on, what it could do, and by when it must be awake
         self._could: dict[str, tuple[Any, str, float]] = {}
@@ -45,6 +45,7 @@ class WaitChecker:
         clock = member.clock
         clock.pause = partial(self._paused, member, clock.pause)
         if isinstance(member, Router):
+            self._looked_at[ROUTER] = member
             return
         renew = member.handlers.get(Renew)
         if renew is not None:
@@ -68,9 +69,11 @@ class WaitChecker:
         tiers: Any = getattr(scheduler, "tiers", None)
         if tiers is not None:
             tiers._written = partial(self._written, member, tiers._written)
-        landing = getattr(getattr(member.mover, "receiver", None), "landing", None)
+        landing = _landing(member)
         if landing is not None:
             landing.ask = partial(self._asks, member, landing.ask)
+        if scheduler is not None or landing is not None:
+            self._looked_at[member.rank.name] = member
 
     def entered(self, member: Any, room: Room) -> None:
         """Take note that *room* has come to the scheduler of *member*."""
@@ -98,7 +101,7 @@ class WaitChecker:
         if now == self._now:
             return
         self._now = now
-        for name, member in self._members.items():
+        for name, member in self._looked_at.items():
             if member.has_ended or member.clock.halted:
                 self._could.pop(name, None)
             elif isinstance(member, Router):
@@ -110,23 +113,25 @@ class WaitChecker:
                 self._look_at(name, member)
 
     def _look_at(self, name: str, member: Any) -> None:
-        scheduler, receiver = member.scheduler, getattr(member.mover, "receiver", None)
+        scheduler, landing, now = member.scheduler, _landing(member), self._now
         if scheduler is not None:
-            sleep, until = _sleep(scheduler, self._now)
+            sleep, until = _sleep(scheduler, now)
             self._look_once_more(name, sleep, next(_work(scheduler), "") if sleep is not None else "", until)
+            quarantined = scheduler.pages.quarantined
             for number, room in scheduler.rooms.items():
-                if (number in scheduler.pages.quarantined) != (_is_given_up(room) and room.has_pages):
+                if (number in quarantined) != (room.state in _GIVEN_UP and room.has_pages):
                     self._report("I8", f"room {number} on {name} has failed or is in quarantine, not both")
-        engine, sources = member.job.engine, getattr(getattr(scheduler, "handoff", None), "_sources", {})
-        for number in sources if engine.lease else ():
-            since = self._renewals.get((name, number), inf)
-            if self._now > self._allowed(member, since + engine.heartbeat) + _ROUNDING:
-                self._report("I12", f"{name} reads room {number}, and has not renewed its lease since {since:g} s")
-                self._renewals[name, number] = inf  # once
-        if isinstance(receiver, KvReceiver) and receiver.landing is not None:
-            key = next(iter(receiver.landing.ring._line), None)
-            end = self._asked.get((name, key), inf) + receiver.landing._wait
-            if key is not None and self._now > self._allowed(member, end) + _ROUNDING:
+            engine = member.job.engine
+            for number in getattr(scheduler.handoff, "_sources", ()) if engine.lease else ():
+                since = self._renewals.get((name, number), inf)
+                if now > self._allowed(member, since + engine.heartbeat) + _ROUNDING:
+                    what = f"{name} reads room {number}, and has not renewed its lease since {since:g} s"
+                    self._report("I12", what)
+                    self._renewals[name, number] = inf  # once
+        key = next(iter(landing.ring._line), None) if landing is not None else None
+        if key is not None:
+            end = self._asked.get((name, key), inf) + landing._wait
+            if now > self._allowed(member, end) + _ROUNDING:
                 self._report("I15", f"a chunk waits for longer than it may for a slot of the ring of {name}: {key}")
 
     def _look_once_more(self, name: str, sleep: Any, could: str, until: float) -> None:
@@ -210,23 +215,33 @@ def _sleep(scheduler: Any, now: float) -> tuple[Any, float]:
     return idle if idle is not None and not idle.triggered else None, now
 
 
+_GIVEN_UP = "failed", "revoked"
+"""States of rooms that have failed."""
+
+
 def _is_given_up(room: Any) -> bool:
-    return room.state in ("failed", "revoked")
+    return room.state in _GIVEN_UP
+
+
+def _landing(member: Any) -> Any:
+    return getattr(getattr(member.mover, "receiver", None), "landing", None)
 
 
 def _chores(router: Any) -> Iterator[str]:
     # What it has not done.
-    busy = {name for each in router._rooms.values() for name in (each.prefill, each.decode)}
-    for instance in router.membership.draining:
-        if router.registry.current(instance) not in busy:
+    registry, draining = router.registry, router.membership.draining
+    busy = {name for each in router._rooms.values() for name in (each.prefill, each.decode)} if draining else set()
+    for instance in draining:
+        if registry.current(instance) not in busy:
             yield f"{instance} drains, has no requests, and does not leave"
+    alive = {registry.current(instance) for instance, known in registry._instances.items() if known.formed}
     for number, request in router._rooms.items():
         if request.finished is not None and (request.prefilled or request.lost):
             yield f"room {number} is over, and not closed"
         needed = (request.prefill, request.decode)[request.prefilled :]
         if request.lost:
             needed = tuple(name for name in (request.prefill, request.decode) if leader(name) == request.asked)
-        for name in [name for name in needed if name and not router.registry.alive(name)]:
+        for name in [name for name in needed if name and name not in alive]:
             yield f"room {number} waits for {name}, which is over"
 
 
