@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of many pieces between two areas that one GPU reaches: gather, scatter, or straight into a peer's memory.
 
-One kernel moves all descriptors of a batch: `backends.cuda.gather_kernel`, in Triton. Where that is not installed
-PyTorch does it with index operations, in as many kernels as it needs.
+One kernel moves all descriptors of a batch: `backends.cuda.gather_kernel`, in Triton, which PyTorch for CUDA brings.
 """
 
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -28,7 +26,7 @@ _SHAPE = {"WIDE": WIDE, "NARROW": NARROW, "num_warps": 8}
 def tiles(batch: Batch) -> tuple[Int64s, Int64s, Int64s]:
     """Return source offset, target offset and bytes of the pieces of *batch*, large ones divided.
 
-    Three int64 arrays.      Pieces are of about ``nbytes / TILES`` bytes, a power of two and `LEAST` or more, so
+    Three int64 arrays.  Pieces are of about ``nbytes / TILES`` bytes, a power of two and `LEAST` or more, so
     that alignment is kept.
     """
     piece = max(LEAST, 1 << max(0, batch.nbytes // TILES - 1).bit_length())
@@ -41,25 +39,6 @@ def tiles(batch: Batch) -> tuple[Int64s, Int64s, Int64s]:
     return batch.source_offset[index] + done, batch.target_offset[index] + done, left
 
 
-def copy_with_torch(source: Any, target: Any, batch: Batch) -> None:
-    """Copy *batch* between two one-dimensional uint8 tensors on one device, in units of their largest common size.
-
-    The unit is the greatest common divisor of all offsets and sizes, so odd offsets make it slow.
-    """
-    import torch
-
-    offsets = (batch.source_offset, batch.target_offset, batch.size)
-    unit = int(np.gcd.reduce([np.gcd.reduce(values) for values in offsets]))
-    count = batch.size // unit
-    within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-
-    def rows(offset: Int64s) -> Any:
-        return torch.from_numpy(np.repeat(offset // unit, count) + within).to(source.device)
-
-    units = [tensor[: len(tensor) // unit * unit].view(-1, unit) for tensor in (source, target)]
-    units[1][rows(batch.target_offset)] = units[0][rows(batch.source_offset)]
-
-
 class Gather:
     """Copies on GPU number *gpu*; `prepare` imports and compiles before the first copy."""
 
@@ -67,46 +46,39 @@ class Gather:
         self.gpu = gpu
 
     def prepare(self) -> None:
-        """Import and compile now. Raise `BackendUnavailable` without PyTorch."""
-        torch = _torch()
-        if find_spec("triton"):
-            from backends.cuda.gather_kernel import DeviceAddress, copy_tiles
-
-            with torch.cuda.device(self.gpu):
-                table = torch.zeros((1, 3), dtype=torch.int64, device=f"cuda:{self.gpu}")
-                copy_tiles.warmup(DeviceAddress(1 << 20), DeviceAddress(1 << 20), table, grid=(1,), **_SHAPE)
+        """Import and compile now. Raise `BackendUnavailable` without PyTorch and Triton."""
+        torch, kernel = _libraries()
+        with torch.cuda.device(self.gpu):
+            table = torch.zeros((1, 3), dtype=torch.int64, device=f"cuda:{self.gpu}")
+            somewhere = kernel.DeviceAddress(1 << 20)
+            kernel.copy_tiles.warmup(somewhere, somewhere, table, grid=(1,), **_SHAPE)
 
     def copy(self, source: int, target: int, batch: Batch, stream: int) -> None:
         """Give *stream* the copies of *batch* between the areas at addresses *source* and *target*."""
-        torch = _torch()
-        with torch.cuda.device(self.gpu), torch.cuda.stream(torch.cuda.ExternalStream(stream)):
-            if find_spec("triton"):
-                self._fused(torch, source, target, batch)
-            else:
-                here, there = area(source, batch.source.size, "cuda"), area(target, batch.target.size, "cuda")
-                copy_with_torch(here, there, batch)
-
-    def _fused(self, torch: Any, source: int, target: int, batch: Batch) -> None:
-        from backends.cuda.gather_kernel import DeviceAddress, copy_tiles
-
+        torch, kernel = _libraries()
         columns = tiles(batch)
         shape = len(columns[0]), len(columns)
-        # or it would wait for what the stream has to do
-        rows = torch.empty(shape, dtype=torch.int64, pin_memory=True)
-        np.stack(columns, axis=1, out=rows.numpy())
-        table = rows.to(f"cuda:{self.gpu}", non_blocking=True)
-        copy_tiles[(len(rows),)](DeviceAddress(source), DeviceAddress(target), table, **_SHAPE)
+        with torch.cuda.device(self.gpu), torch.cuda.stream(torch.cuda.ExternalStream(stream)):
+            # or it would wait for what the stream has to do
+            rows = torch.empty(shape, dtype=torch.int64, pin_memory=True)
+            np.stack(columns, axis=1, out=rows.numpy())
+            table = rows.to(f"cuda:{self.gpu}", non_blocking=True)
+            ends = kernel.DeviceAddress(source), kernel.DeviceAddress(target)
+            kernel.copy_tiles[(len(rows),)](*ends, table, **_SHAPE)
 
 
 @cache
-def _torch() -> Any:
+def _libraries() -> tuple[Any, Any]:
     try:
         import torch
+
+        from backends.cuda import gather_kernel
     except ImportError as error:
         raise BackendUnavailable(
-            f"copies within a GPU need PyTorch, which cannot be imported ({error}); pip install 'pdsim[gpu]'"
+            f"copies within a GPU need PyTorch and Triton, which cannot be imported ({error}); "
+            "pip install 'pdsim[gpu]'"
         ) from error
-    return torch
+    return torch, gather_kernel
 
 
 class _Area:
@@ -118,4 +90,6 @@ class _Area:
 
 def area(address: int, size: int, device: str) -> Any:
     """Return the memory at *address* as a tensor of bytes, which leaves it where it is."""
-    return _torch().as_tensor(_Area(address, size), device=device)
+    import torch
+
+    return torch.as_tensor(_Area(address, size), device=device)
