@@ -75,18 +75,6 @@ def test_a_missing_backend_is_named_with_those_installed(run):
     assert "--backend=fax is not installed; there are model, example, mooncake_tcp" in done.stdout + done.stderr
 
 
-@pytest.mark.slow
-def test_a_transport_of_a_hundred_lines_passes_the_core(tmp_path_factory):
-    """`examples/tiny_transport`: an endpoint that inherits nothing."""
-    assert len((EXAMPLES / "tiny_transport" / "tiny_transport.py").read_text().splitlines()) <= 100
-    run = installed("tiny_transport", tmp_path_factory)
-    assert "no file backend/tiny.yaml" in run("pdsim", "doctor").stdout
-    done = run("pytest", *SUITE, "tiny", "-m", "core")
-    assert not done.returncode, done.stdout
-    assert " passed" in done.stdout
-    assert " skipped" not in done.stdout
-
-
 NOTEBOOK = Path(__file__).resolve().parent.parent / "examples" / "notebook" / "pdsim.ipynb"
 
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from backends.emulation.guest.machine import Guest
 
 MARKS = {
-    "core": "what every endpoint does, whatever it is made of: pytest --pyargs pdsim.testing --backend NAME -m core",
     "rdma": "runs in an emulated machine with an RDMA device, which takes minutes: pytest -n 0 -m rdma",
     "not_in_guest": "has nothing to do with an engine's transfers, and is left out in the emulated machine",
     "timeout(seconds)": "of pytest-timeout, without which it does nothing",

@@ -8,7 +8,6 @@ import pytest
 from pdsim.testing.programs import living
 
 
-@pytest.mark.core
 def test_closing_twice_releases_everything(job):
     outcome = job({"a": (living.close_twice, {"peer": "b"}), "b": (living.close_twice, {"peer": "a"})})
     for name in "ab":

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests that break a rule are refused before anything moves; only registered memory takes part."""
 
-import pytest
-
 from pdsim.testing.programs import refusals
 from pdsim.testing.programs.tools import be_target
-
-pytestmark = pytest.mark.core
 
 SPARED = {"heard": [], "wrong": 0, "surplus": 0}
 

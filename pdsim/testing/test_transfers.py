@@ -9,8 +9,6 @@ import pytest
 from pdsim.testing.programs import living, moving
 from pdsim.testing.programs.tools import KiB, MiB, be_target
 
-pytestmark = pytest.mark.core
-
 ODD = {"count": 300, "size": 777, "region": 300 * KiB}
 SHAPES = {
     "one byte": {"count": 1, "size": 1, "region": 4096},
