@@ -272,7 +272,7 @@ def packing(table: pa.Table) -> dict[str, Any]:
     """
     seconds = [field.name for field in table.schema if field.metadata[b"unit"] == b"s"]
     return {
-        "compression": "zstd" if table.num_rows > 1000 else "lz4",
+        "compression": "zstd" if table.num_rows > 10_000 else "lz4",
         "column_encoding": dict.fromkeys(seconds, "BYTE_STREAM_SPLIT"),
         "use_dictionary": [name for name in table.schema.names if name not in seconds],
     }

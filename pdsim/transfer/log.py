@@ -193,7 +193,7 @@ class _RecordSequence(_Equal):
 class TransferLog(_RecordSequence):
     """Records of *rank* in the order in which they were appended; equal to any sequence of equal records.
 
-    Reading it as a sequence makes a record a time; `runs`, `columns` and `shapes` read it without.  With *spill*,
+    Reading it as a sequence makes a record a time; `runs` and `columns` read it without.  With *spill*,
     blocks are left there and read again when they are needed.
     """
 
@@ -306,20 +306,6 @@ class TransferLog(_RecordSequence):
         kinds = self.kinds
         return chain.from_iterable(block.columns(kinds, rows) for block in self._read())
 
-    def shapes(self) -> Counter[TransferShape]:
-        """Return the number of records of each `TransferShape`, in one step a run."""
-        counts: dict[tuple[int, int, int], int] = {}
-        for block in self._read():
-            sizes = array("q", block.descriptors), array("q", block.nbytes)
-            own = zip(array("H", block.codes), *sizes, strict=True)
-            for shape, count in zip(own, array("q", block.counts), strict=True):
-                counts[shape] = counts.get(shape, 0) + count
-        kinds = self.kinds
-        of = Counter[TransferShape]()
-        for (code, descriptors, nbytes), count in counts.items():
-            of[TransferShape(kinds[code].engine, kinds[code].operation, descriptors, nbytes)] += count
-        return of
-
     @property
     def kinds(self) -> Sequence[Kind]:
         """What the records have in common: every kind that occurs."""
@@ -351,10 +337,13 @@ class _Joined(_RecordSequence):
 
     @cached_property
     def shapes(self) -> Counter[TransferShape]:
-        counts = Counter[TransferShape]()
-        for log in self.logs:  # in place: a sum would copy what there is for each of thousands of ranks
-            counts.update(log.shapes())
-        return counts
+        counts: dict[tuple[tuple[str, str], int, int], int] = {}
+        for log in self.logs:
+            moves = [(kind.engine, kind.operation) for kind in log.kinds]
+            for code, _, nbytes, descriptors, count in log.runs():
+                shape = moves[code], descriptors, nbytes
+                counts[shape] = counts.get(shape, 0) + count
+        return Counter({TransferShape(*move, count, nbytes): n for (move, count, nbytes), n in counts.items()})
 
     def __len__(self) -> int:
         return sum(map(len, self.logs))
