@@ -116,6 +116,8 @@ list modell -> no group 'modell'; did you mean model? There are backend,
 doctor now -> doctor takes no arguments but --host and --config-dir, got 'now'
 run 8xh200 -> '8xh200' is not KEY=VALUE; did you mean hw=8xh200?
 run hw -> 'hw' is not KEY=VALUE; write hw=NAME with one of 1xa100,
+run =8xh200 -> '=8xh200' is not KEY=VALUE, such as hw=8xh20 or workload.rate=2; see pdsim run --help
+run "~backend=nixl" -> ~backend=nixl would leave a run without backend; choose one, as in backend=NAME
 run --cfg -> --cfg needs a value after it
 run calibration=nonsense -> calibration=nonsense does not exist;
 run output=/proc/none -> output=/proc/none: No such file or directory; name a folder that can be written to

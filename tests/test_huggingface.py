@@ -90,6 +90,7 @@ def test_types_are_those_of_the_file_and_of_modelopt(tmp_path):
     [
         ({"layer_types": ["sliding_attention", "full_attention"] * 18, "sliding_window": 128}, "wa", 128),
         ({"model_type": "gemma3_text", "sliding_window": 512}, "wwwwwa", 512),
+        ({"sliding_window_pattern": "LLLG", "sliding_window": 512, "max_position_embeddings": None}, "wwwa", 512),
         ({"sliding_window": 4096}, "w", 4096),
         ({"sliding_window": 4096, "use_sliding_window": False}, "a", 0),
     ],
@@ -111,6 +112,12 @@ def test_an_unknown_type_is_assumed(tmp_path):
         (QWEN3 | {"hybrid_override_pattern": "M*"}, "means layers of mamba or of an MLP alone"),
         (QWEN3 | {"layer_types": ["mamba"] * 36}, "layers of mamba are not modelled"),
         ([], "has no keys"),
+        ({"text_config": 5}, "text_config in .* has no keys"),
+        (QWEN3 | {"num_hidden_layers": -1}, "num_hidden_layers must be a whole number from 1 to 10000, got -1"),
+        (QWEN3 | {"head_dim": [64, 128]}, r"head_dim must be a whole number from 0 to 2147483648, got \[64, 128\]"),
+        (QWEN3 | {"layer_types": "full"}, "layer_types must be a list, got 'full'; correct it in"),
+        (QWEN3 | {"full_attention_interval": 4}, "lacks linear_num_key_heads; add it"),
+        (QWEN3 | {"layer_types": [{}]}, "has a value of a type that transformers never writes"),
     ],
 )
 def test_what_cannot_be_read_is_refused(tmp_path, config, said):

@@ -406,9 +406,11 @@ def _override(word: str, known: Mapping[str, Sequence[str]]) -> str:
     key = key.lstrip("+")
     if key.lstrip("~").startswith("hydra"):
         raise ConfigError(f"{word} is for pdsim run, which then is a job of Hydra's; leave it out")
+    if word.startswith("~") and (group := key[1:]) in known:
+        raise ConfigError(f"{word} would leave a run without {group}; choose one, as in {group}=NAME")
     if word.startswith("~") or "@" in key:
         return word
-    if not equals:
+    if not (key and equals):
         raise ConfigError(f"{word!r} is not KEY=VALUE{_hint(word, known)}")
     if key not in known:
         # Hydra takes letters of other alphabets only in quotes

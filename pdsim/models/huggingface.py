@@ -43,6 +43,16 @@ SHAPE = (
 )
 """The numbers that the file itself has."""
 
+_NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_NUMBERS = re.compile(
+    r"hidden_size|\w*intermediate_size(_mlp)?|vocab_size|num_(hidden_layers|\w+_heads|experts\w*|local_experts)"
+    r"|n_(routed_experts|shared_experts|group)|topk_group|experts_per_token|first_k_dense_replace|\w*head_dim"
+    r"|(kv|q)_lora_rank|max_position_embeddings|sliding_window|full_attention_interval|linear_\w+|index_n_heads"
+)
+_CONTEXT = 131_072  # of a file that names none
+_MOST = {"num_hidden_layers": 10_000}
+_KINDS = {"layer_types": list, "mlp_only_layers": list}
+
 READ = re.compile(
     r"llama4?|mi[sx]tral|qwen[23].*|deepseek_v[23]\w*|kimi_k2\w*|glm\w*|minimax_m2|gpt_oss|gemma[23]\w*|phi3"
 )
@@ -111,21 +121,41 @@ def read(path: Path, name: str = "") -> dict[str, Any]:
     name = name or str(path.parent)
     outer = _content(path, name)
     own = outer.get("text_config") or outer
+    if not isinstance(own, dict):
+        raise ConfigError(f"model={name}: text_config in {path} has no keys; name the file of a language model")
     beside = path.with_name("hf_quant_config.json")
     quantised = (
         outer.get("quantization_config")
         or own.get("quantization_config")
         or (_content(beside, name) if beside.is_file() else None)
     )
-    own = {"model_type": "", **own, "quantization_config": quantised}
+    said = {key: value for key, value in own.items() if value is not None}
+    own = {**said, "model_type": str(said.get("model_type", "")), "quantization_config": quantised}
     if unread := [key for key in UNREAD if own.get(key)]:
         raise ConfigError(
             f"model={name}: {unread[0]} in {path} means {UNREAD[unread[0]]}, which are not modelled; describe "
             "the nearest model in a file of your own: DIR/model/NAME.yaml, --config-dir DIR model=NAME"
         )
-    needed = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    if lacking := [key for key in needed if not isinstance(own.get(key), int)]:
+    if lacking := [key for key in _NEEDED if key not in own]:
         raise ConfigError(f"model={name}: {path} lacks {', '.join(lacking)}; name the file of a language model")
+    for key, value in own.items():
+        least, most = int(key in _NEEDED), _MOST.get(key, 1 << 31)
+        if (kind := _KINDS.get(key)) and not isinstance(value, kind):
+            raise ConfigError(
+                f"model={name}: {key} must be a {kind.__name__}, got {value!r:.60}; correct it in {path}"
+            )
+        if _NUMBERS.fullmatch(key) and not (type(value) is int and least <= value <= most):
+            rule = f"must be a whole number from {least} to {most}"
+            raise ConfigError(f"model={name}: {key} {rule}, got {value!r:.60}; correct it in {path}")
+    try:
+        return _values(own, name)
+    except KeyError as error:
+        raise ConfigError(f"model={name}: {path} lacks {error.args[0]}; add it") from None
+    except TypeError:
+        raise ConfigError(f"model={name}: {path} has a value of a type that transformers never writes") from None
+
+
+def _values(own: Mapping[str, Any], name: str) -> dict[str, Any]:
     widths = _experts(own)
     size, mlp, kv_dtype = _types(own)
     latent = own.get("kv_lora_rank")
@@ -140,7 +170,7 @@ def read(path: Path, name: str = "") -> dict[str, Any]:
         "dtype_bytes": size,
         "mlp_dtype": mlp,
         "kv_dtype": kv_dtype,
-        "context": own.get("max_position_embeddings", 131072),
+        "context": own.get("max_position_embeddings", _CONTEXT),
         "hybrid": _hybrid(own, name),
         **widths,
     }
@@ -176,11 +206,12 @@ def read(path: Path, name: str = "") -> dict[str, Any]:
 def _content(path: Path, name: str) -> dict[str, Any]:
     try:
         content = json.loads(files.text(path))
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise ConfigError(
-            f"model={name}: {path} cannot be read: {getattr(error, 'strerror', None) or error}; "
-            "name a folder with a config.json"
+            f"model={name}: {path} cannot be read: {error.strerror}; name a folder with a config.json"
         ) from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"model={name}: {path} is not JSON: {error}; name a folder with a config.json") from None
     if not isinstance(content, dict):
         raise ConfigError(f"model={name}: {path} has no keys; name the config.json of a language model")
     return content
@@ -225,11 +256,12 @@ def _types(own: Mapping[str, Any]) -> tuple[int, str, str]:
 def _hybrid(own: Mapping[str, Any], name: str) -> dict[str, Any]:
     layers = own["num_hidden_layers"]
     window = (own.get("sliding_window") or 0) if own.get("use_sliding_window", True) else 0
-    window = window if window < own.get("max_position_embeddings", 0) else 0
+    window = window if window < own.get("max_position_embeddings", _CONTEXT) else 0
     kinds = own.get("layer_types")
     if not kinds:
         linear = own.get("full_attention_interval")
         mixed = own.get("sliding_window_pattern") or {"gemma2": 2, "gemma3_text": 6}.get(own["model_type"])
+        mixed = len(mixed) if isinstance(mixed, str) else mixed  # EXAONE's LLLG
         every, rest = (linear, "linear_attention") if linear else (mixed or layers + 1, "sliding_attention")
         rest = rest if linear or window else "full_attention"
         kinds = ["full_attention" if (n + 1) % every == 0 else rest for n in range(layers)]

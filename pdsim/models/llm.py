@@ -106,7 +106,7 @@ class Side:
     @property
     def attention_tp(self) -> int:
         """Tensor-parallel ranks of an attention group."""
-        return self.tp // self.dp
+        return self.tp // self.dp or 1  # dp > tp is refused, once all that follows from it is known
 
     @property
     def gpus(self) -> int:

@@ -55,6 +55,8 @@ TIMELESS = re.compile(
 )
 """Flags that change no modelled time, or that say what the simulator does anyway."""
 
+_CONNECTOR = '"kv_connector": "NixlConnector", "kv_role": "kv_both"'
+
 SHIPPED = {"deepseek-r1": "deepseek-v3", "deepseek-v3.1": "deepseek-v3", "deepseek-v3.2": "deepseek-v3.2-exp"}
 """Models of one shape with a file in ``conf/model``."""
 
@@ -94,8 +96,12 @@ class Server:
             made = json.loads(self.flags.get("kv-transfer-config") or "{}")
         except ValueError as error:
             raise ConfigError(f"--kv-transfer-config is not JSON: {error}; quote it as in a shell") from None
-        inner = made.get("kv_connector_extra_config", {}).get("connectors") or [made]
-        return [{**made, **each} for each in inner]
+        try:
+            inner = (made.get("kv_connector_extra_config") or {}).get("connectors") or [made]
+            return [{**made, **each} for each in inner]
+        except (AttributeError, TypeError):
+            text = self.flags["kv-transfer-config"]
+            raise ConfigError(f"--kv-transfer-config {text} is no connector; write {{{_CONNECTOR}}}") from None
 
     @property
     def transfer(self) -> Mapping[str, Any]:
@@ -247,15 +253,16 @@ def _below(node: Any, around: Server) -> Iterator[Server]:
         return
     kind = str(node.get("subComponentType") or node.get("name") or "").lower()
     role = next((name for name in ("prefill", "decode") if name in kind), around.role)
-    factor = int(node.get("replicas", 1)) * int(node.get("slices", 1))
-    pairs = [*(node.get("env") or ()), *(node.get("envs") or ())]
+    factor = math.prod(_replicas(key, node[key]) for key in ("replicas", "slices") if node.get(key) is not None)
+    pairs = [each for key in ("env", "envs") if isinstance(node.get(key), list) for each in node[key]]
     own = {
         str(each["name"]): str(each.get("value", "")) for each in pairs if isinstance(each, dict) and "name" in each
     }
     around = replace(
         around, role=role, instances=around.instances * factor, environment={**around.environment, **own}
     )
-    command = [*_words(node.get("command")), *_words(node.get("args"))]
+    start = node.get("command")  # a line, in Docker Compose's YAML
+    command = [*(_split(start, {}) if isinstance(start, str) else _words(start)), *_words(node.get("args"))]
     if command:
         shell = command[0].endswith("sh")  # bash -lc 'SCRIPT'
         joined = " ".join(dropwhile(lambda word: word[0] == "-", command[1:])) if shell else shlex.join(command)
@@ -265,6 +272,12 @@ def _below(node: Any, around: Server) -> Iterator[Server]:
         if isinstance(each, dict | list):
             named = next((name for name in ("prefill", "decode") if name in str(key).lower()), around.role)
             yield from _below(each, replace(around, role=named))
+
+
+def _replicas(key: str, value: Any) -> int:
+    if not re.fullmatch(r"\d+", str(value)):
+        raise ConfigError(f"{key}: {value} is not a whole number; write one, or render the chart with helm template")
+    return int(value)
 
 
 def _words(value: Any) -> list[str]:
@@ -351,6 +364,8 @@ def translated(every: Sequence[Server], hw: str = "", ignore_unknown: bool = Fal
         for flag, value in server.flags.items():
             typed = f"--{flag} {value}".strip()
             key = flags.get(flag.removeprefix("no-"), "").format(side="decode" if side == "server" else side)
+            if key.endswith(".dp") and key not in config and value != "1":
+                key = f"{key.removesuffix('dp')}instances"  # copies of the server
             if key in config:
                 taken.append((side, typed, f"{key}={config[key]}"))
             elif flag == _CARDS and any(name.startswith(f"--{flag}=") for _, name, _ in taken):
@@ -408,7 +423,7 @@ def _whole(engine: str, by_side: Mapping[str, Server], instances: Mapping[str, i
             if known()[engine].get(flag) == key and value not in ("", "auto"):
                 number = _number(flag, value)
                 shared = flag in ("max-running-requests", "chunked-prefill-size")  # of all attention groups
-                groups = int(server.flags.get("data-parallel-size", 1)) if shared else 1
+                groups = _count(server.flags, "data-parallel-size") if shared else 1
                 if number > 0:  # -1 is the engine's own choice
                     config[key] = max(1, int(number) // groups) if number == int(number) else number
     if "conc" in decode.flags:  # lengths of 0.8 to 1 times those written, ten requests a user
@@ -450,7 +465,7 @@ _UNBOUNDED = 1e9
 def _tiers(engine: str, server: Server, config: Mapping[str, Any]) -> dict[str, Any]:
     # Tiers below GPU memory, in tokens of an instance.  Sizes are of all ranks (vllm/config/cache.py), of each in GB
     # (sglang's mem_cache/memory_pool_host.py), of each in GiB (LMCache).
-    flags, tp = server.flags, config["parallel.prefill.tp"] // config.get("parallel.prefill.dp", 1)
+    flags, tp = server.flags, max(1, config["parallel.prefill.tp"] // config.get("parallel.prefill.dp", 1))
     rank = _token_bytes(config, tp)
     if engine == "sglang":
         if "enable-hierarchical-cache" not in flags:
@@ -472,9 +487,10 @@ def _tiers(engine: str, server: Server, config: Mapping[str, Any]) -> dict[str, 
     for connector in server.connectors:
         more, name = connector.get("kv_connector_extra_config") or {}, connector.get("kv_connector")
         if name == "OffloadingConnector" and "cpu_bytes_to_use" in more:
-            tiers["cache.host"] = float(more["cpu_bytes_to_use"]) // (rank * tp)
+            tiers["cache.host"] = _number("cpu_bytes_to_use", str(more["cpu_bytes_to_use"])) // (rank * tp)
         elif name == "OffloadingConnector" and "num_cpu_blocks" in more:
-            tiers["cache.host"] = float(more["num_cpu_blocks"]) * int(config.get("kv.page_size", 16))
+            blocks = _number("num_cpu_blocks", str(more["num_cpu_blocks"]))
+            tiers["cache.host"] = blocks * int(config.get("kv.page_size", 16))
         elif name in ("LMCacheConnectorV1", "LMCacheConnector"):
             tiers |= _lmcache(server.environment, rank)
     return tiers
@@ -485,7 +501,7 @@ def _lmcache(environment: Mapping[str, str], rank: float) -> dict[str, Any]:
     def size(name: str, usual: str) -> float:
         return _number(name, environment.get(name, usual)) * _GIB // rank
 
-    tiers: dict[str, Any] = {"cache.chunk": int(environment.get("LMCACHE_CHUNK_SIZE", "256"))}
+    tiers: dict[str, Any] = {"cache.chunk": _count(environment, "LMCACHE_CHUNK_SIZE", "256")}
     if environment.get("LMCACHE_LOCAL_CPU", "true").lower() not in _NO:
         tiers["cache.host"] = size("LMCACHE_MAX_LOCAL_CPU_SIZE", "5")
     if environment.get("LMCACHE_LOCAL_DISK"):
@@ -497,12 +513,15 @@ def _lmcache(environment: Mapping[str, str], rank: float) -> dict[str, Any]:
 
 def _token_bytes(config: Mapping[str, Any], tp: int) -> int:
     model = str(config["model"])
-    values = _shipped(model) or expanded({"path" if model.startswith(".") else "id": model})
+    values = _shipped(model) or expanded({"path" if model[0] in "./~" else "id": model})
     kind = str(config.get("model.kv_dtype") or values.get("kv_dtype") or "")
     size = DTYPES.get(kind, int(config.get("model.dtype_bytes") or values.get("dtype_bytes", 2)))
     latent = int(values.get("latent_dim", 0)) * size if values.get("attention") == "mla" else 0
     shape = KvShape(int(values["layers"]), int(values["kv_heads"]), int(values["head_dim"]) * size, latent)
-    return shape.token_bytes(tp)
+    try:
+        return shape.token_bytes(tp)
+    except ValueError as error:
+        raise ConfigError(f"model={model}: {error}; choose another --tensor-parallel-size") from None
 
 
 def _graph_tokens(flags: Mapping[str, str]) -> int:
@@ -512,12 +531,12 @@ def _graph_tokens(flags: Mapping[str, str]) -> int:
     if "enforce-eager" in flags or re.search(r"(mode\W*|level=)0\b|NONE|FULL_DECODE_ONLY", chosen):
         return 0
     batch = int(_number("max-num-seqs", flags.get("max-num-seqs", "256")))
-    return int(flags.get("max-cudagraph-capture-size") or min(2 * batch, 512))
+    return _count(flags, "max-cudagraph-capture-size", str(min(2 * batch, 512)))
 
 
 def _layout(engine: str, server: Server, instances: int, model: str) -> dict[str, int]:
     def size(flag: str) -> int:
-        return int(server.flags.get(flag) or 1)
+        return _count(server.flags, flag)
 
     tp, dp, pp = size("tensor-parallel-size"), size("data-parallel-size"), size("pipeline-parallel-size")
     cp, ep = size("attention-context-parallel-size"), size("expert-parallel-size")
@@ -536,7 +555,7 @@ def _layout(engine: str, server: Server, instances: int, model: str) -> dict[str
 
 
 def _experts(model: str) -> int:
-    values = _shipped(model) or expanded({"path" if model.startswith(".") else "id": model})
+    values = _shipped(model) or expanded({"path" if model[0] in "./~" else "id": model})
     return int(values.get("experts", 0))
 
 
@@ -589,8 +608,21 @@ def _number(flag: str, text: str) -> float:
     units = {"": 1, "k": 1000, "K": 1024, "m": 1e6, "M": 2**20, "g": 1e9, "G": 2**30}
     match = re.fullmatch(r"(-?[\d.]+)([kKmMgG]?)", text)
     if match is None:
-        raise ConfigError(f"--{flag} {text} is not a number; write such as --{flag} 8192")
+        raise ConfigError(f"{_written(flag)} {text} is not a number; write digits, such as 8192, 8k or 0.9")
     return float(match[1]) * units[match[2]]
+
+
+def _written(name: str) -> str:
+    return name if "_" in name else f"--{name}"  # variables and keys of JSON have no dashes
+
+
+def _count(flags: Mapping[str, str], flag: str, usual: str = "1") -> int:
+    text = flags.get(flag) or usual
+    if not re.fullmatch(r"0*[1-9]\d{0,8}", text):
+        raise ConfigError(
+            f"{_written(flag)} {text} is not a whole number > 0; correct it, or leave it out for {usual}"
+        )
+    return int(text)
 
 
 _FAST = {"all", "ib", "rc", "dc", "ud", "srd"}  # and rc_x, rc_verbs, ud_mlx5 ...

@@ -70,6 +70,8 @@ def draw(workload: Workload, seed: int, context: int) -> GeneratedRequests:
     if workload.seconds:
         table = table.taken(np.logical_and.accumulate(table.arrival < workload.seconds))
     table = table[: workload.count]
+    if workload.count and len(table) < workload.count and not workload.seconds:
+        notes += (f"warning: workload.count={workload.count}, but the trace has {len(table)} requests",)
     if workload.trace is not None or workload.arrivals == "embedded":
         table = table.but(arrival=table.arrival / workload.speed)
     if workload.aborts:

@@ -111,7 +111,7 @@ def table(ranked: Sequence[Ranked], title: str, count: int = 10) -> Table:
     places = within_rates(ranked)
     columns = {
         "rank": "",
-        **({"at its rate": "rank among the points that are offered the same"} if places else {}),
+        **({"rank at its rate": "among the points that are offered the same"} if places else {}),
         "good/s/GPU": "requests that met the objective, a second and GPU",
         "SLO": "share of requests that met it",
         **dict(zip(collect.short(ranked[0].choice), ranked[0].choice, strict=True)),

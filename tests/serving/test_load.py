@@ -169,6 +169,9 @@ def test_arrivals_on_a_grid_or_off_it_are_told(tmp_path):
     assert note.startswith("warning: arrivals lie on a grid of 3 s, 5.0 at a time")
     assert note.endswith("workload.jitter=auto spreads them")
     assert draw(Workload(), 0, 8192).notes == ()
+    assert draw(Workload(count=201), 0, 8192).notes == (
+        "warning: workload.count=201, but the trace has 200 requests",
+    )
     workload = Workload(jitter="auto")
     assert draw(workload, 0, 8192).requests == load(replace(workload, jitter="none"), 0, 8192)
     assert "on no grid" in draw(workload, 0, 8192).notes[0]
