@@ -35,15 +35,28 @@ ENGINES = {"sglang": "sglang", "dynamo-sglang": "sglang", "mori-sglang": "sglang
 """Choices of ``engine`` by the rows' ``framework``; others are left out."""
 MODELS = {"fp8": "deepseek-v3", "fp4": "deepseek-r1-fp4"}
 """Choices of ``model`` by the rows' ``precision``."""
+FP8_GEMM = "compute.fp8_gemm=flashinfer_trtllm"  # SGLANG_ENABLE_FLASHINFER_GEMM
 LAUNCH: dict[tuple[str | int, ...], tuple[str, ...]] = {
     ("h200", "fp8"): ("scheduler.chunk=32768", "scheduler.memory_fraction=0.82", "model.kv_dtype=bf16"),
-    ("b200", "fp8"): ("scheduler.chunk=32768", "scheduler.memory_fraction=0.82"),
-    ("b200", "fp8", 8): ("scheduler.chunk=32768", "scheduler.memory_fraction=0.82", "scheduler.decode_batch=128"),
-    ("b200", "fp8", 4): ("scheduler.chunk=8192", "scheduler.memory_fraction=0.95", "scheduler.decode_batch=32"),
+    ("b200", "fp8"): ("scheduler.chunk=32768", "scheduler.memory_fraction=0.82", FP8_GEMM),
+    ("b200", "fp8", 8): (
+        "scheduler.chunk=32768", "scheduler.memory_fraction=0.82", "scheduler.decode_batch=128", FP8_GEMM,
+    ),
+    ("b200", "fp8", 4): (
+        "scheduler.chunk=8192", "scheduler.memory_fraction=0.95", "scheduler.decode_batch=32", FP8_GEMM,
+    ),
     ("b200", "fp4"): ("scheduler.chunk=16384", "scheduler.memory_fraction=0.85"),
     ("mi355x", "fp4"): ("model.mlp_dtype=mxfp4", "scheduler.memory_fraction=0.8"),
-}
+}  # fmt: skip
 """What the scripts of InferenceX start servers with (``benchmarks/dsr1_*.sh``), colocated ones also by their TP."""
+WARMED = "2026-01-21"
+"""Date since which the client sends each server two requests a user first (its commit d053ae24)."""
+COMPILING = 75.0
+"""Seconds for which a B200 that was not warmed compiles the attention of its first step that goes on with a prompt.
+
+SGLang's trtllm_mla compiles kernels at first use (its pull request 37525, where one takes 6 s).  In-sample: in the
+rows eight servers stood still for 67 to 82 s.
+"""
 STANDSTILL = 10.0
 """Seconds that a measured p99 of TTFT is above the predicted one where a server stood still: a first kernel of its
 kind is compiled or tuned, for more than a minute on B200, and the output of a run of some minutes is halved."""
@@ -110,9 +123,11 @@ class Server(NamedTuple):
         own += LAUNCH.get(by_tp if self.disagg != "True" and by_tp in LAUNCH else by_tp[:2], ())
         for side, (tp, ep, attention, _) in (("prefill", self.prefill), ("decode", self.decode)):
             dp = tp if attention == "True" else 1
+            ep = tp if (self.hardware, self.precision, self.disagg) == ("b200", "fp4", "False") else ep
             own += [f"parallel.{side}.tp={tp}", f"parallel.{side}.dp={dp}", f"parallel.{side}.ep={ep}"]
         if self.disagg != "True":
-            return [f"hw=8x{self.hardware}", *own, "experiment.deployment=colocated", "parallel.decode.instances=1"]
+            own += ["experiment.deployment=colocated", "experiment.engines=1"]
+            return [f"hw=8x{self.hardware}", *own, "parallel.decode.instances=1"]
         gpus = sum(tp * workers for tp, _, _, workers in (self.prefill, self.decode))
         own += [f"parallel.prefill.instances={self.prefill[3]}", f"parallel.decode.instances={self.decode[3]}"]
         return [f"hw=2x8x{self.hardware}", f"hw.nodes={-(-gpus // 8)}", *own]
@@ -128,7 +143,7 @@ def run(config: Config, target: Any, progress: ShowProgress) -> Result:  # noqa:
     for number, ((server, users), measured) in enumerate(measured_servers.items()):
         progress(number / len(measured_servers), f"{server.hardware} {server.layout} {users}")
         try:
-            made = predicted(server, users, options.rounds, config.seed)
+            made = predicted(server, users, options.rounds, config.seed, was_cold(measured))
         except ConfigError as error:
             left_out[str(error).splitlines()[0].partition(";")[0]] += 1
             continue
@@ -232,10 +247,19 @@ def _read(path: Path) -> Iterator[dict[str, str]]:
 _TAILS = {"": 0.5, " p90": 0.9, " p99": 0.99}
 
 
-def _polls(server: Server, users: int) -> list[str]:
-    # --scheduler-recv-interval of dsr1_fp8_b200.sh
-    alone = server.hardware == "b200" and server.disagg != "True"
-    return [f"engine.look={30 if users >= 16 and server.prefill[0] == 8 else 10}"] if alone else []
+def _launched(server: Server, users: int, cold: bool) -> list[str]:
+    # --scheduler-recv-interval of dsr1_*_b200.sh, and what that server's attention does
+    if server.hardware != "b200" or server.disagg == "True":
+        return []
+    tp, _, attention, _ = server.prefill
+    look = 30 if users >= 16 and (tp, server.precision) != (4, "fp8") else 10
+    own = [f"engine.look={look}"] if attention != "True" else ["engine.look=1", "scheduler.chunk=32768"]
+    return [*own, f"engine.compiling={COMPILING if cold else 0.0}s"]
+
+
+def was_cold(rows: Sequence[Mapping[str, str]]) -> bool:
+    """Return whether most servers of *rows* were not warmed."""
+    return sum(row.get("date", WARMED) < WARMED for row in rows) > len(rows) / 2
 
 
 def closed_loop(server: Server, users: int, rounds: int, seed: int) -> RequestTable:
@@ -247,9 +271,12 @@ def closed_loop(server: Server, users: int, rounds: int, seed: int) -> RequestTa
     return RequestTable(np.zeros(count), *lengths, after=np.where(after < 0, -1, after))
 
 
-def predicted(server: Server, users: int, rounds: int, seed: int) -> dict[str, float]:
-    """Return output a second and decode GPU, and quantiles of TPOT and TTFT, of *server* with so many *users*."""
-    config = compose([*server.words(), *_polls(server, users)])
+def predicted(server: Server, users: int, rounds: int, seed: int, cold: bool = False) -> dict[str, float]:
+    """Return output a second and decode GPU, and quantiles of TPOT and TTFT, of *server* with so many *users*.
+
+    A *cold* one has served nobody before.
+    """
+    config = compose([*server.words(), *_launched(server, users, cold)])
     requests = closed_loop(server, users, rounds, seed)
     rows = on_model(config, job(config, ServeOptions.of(config)), requests).requests
     seconds = float(np.nanmax(np.asarray(rows["arrival"]) + np.asarray(rows["e2e"])))

@@ -50,6 +50,22 @@ def test_triton_without_times_of_it_warns(words, what):
     assert f"warning: compute.attention=triton has no effect on {what}" in presets.notes(config)
 
 
+def test_products_of_flashinfer_bound_those_of_the_table():
+    words = ["hw=8xb200", "parallel=tp8", "engine=sglang", "model=deepseek-v3", "experiment.deployment=colocated"]
+    table, bound = (
+        forward(config.model, config.hw, config.compute, config.parallel.prefill)
+        for config in (compose([*words, *more]) for more in ([], ["compute.fp8_gemm=flashinfer_trtllm"]))
+    )
+    assert bound.gemm(2048, 24576, 7168, "fp8") == pytest.approx(2 * 2048 * 24576 * 7168 / 440e12)
+    assert bound.gemm(2048, 24576, 7168, "fp8") > 4 * table.gemm(2048, 24576, 7168, "fp8")
+    for few, dtype in ((1, "fp8"), (2048, "bf16")):
+        assert bound.gemm(few, 2112, 7168, dtype) == table.gemm(few, 2112, 7168, dtype)
+    config = compose([*PAIR, "compute=roofline", "compute.fp8_gemm=flashinfer_trtllm"])
+    assert "warning: compute.fp8_gemm=flashinfer_trtllm has no effect on roofline, not a table" in presets.notes(
+        config
+    )
+
+
 def test_triton_takes_a_table_that_has_it():
     words = ["hw=4xh100", "parallel=tp1", "engine=sglang", "model=qwen3-8b", "compute.attention=triton"]
     compute = compose(words).compute

@@ -70,9 +70,10 @@ python3 -m sglang.launch_server --model-path $MODEL --tp-size 8 --dp-size 8 --en
             "cache=sglang engine.mixed=true",
         ),
         (
-            "sglang serve --model Qwen/Qwen3-8B --tp 1 --attention-backend triton --disable-radix-cache",
+            "sglang serve --model Qwen/Qwen3-8B --tp 1 --attention-backend triton --disable-radix-cache "
+            "--fp8-gemm-backend flashinfer_trtllm",
             f"engine=sglang model=qwen3-8b {ONE} parallel.decode.tp=1 parallel.prefill.tp=1 cache=none "
-            "compute.attention=triton",
+            "compute.attention=triton compute.fp8_gemm=flashinfer_trtllm",
         ),
         (
             PAIR,

@@ -2,8 +2,7 @@
 """A rank's forward: what a configuration says of it, what serving asks for, and what answers.
 
 `forward` chooses: a configuration with `Compute.kernels` adds up operators that were measured, another has the
-roofline of `pdsim.compute.roofline`.  All quantities are of one tensor-parallel rank; those of an instance compute
-alike.
+roofline of `pdsim.compute.roofline`.  All quantities are of one tensor-parallel rank.
 
 With expert parallelism each rank of an engine holds whole experts.  In every layer that has experts a rank
 dispatches its tokens to the ranks whose experts they are routed to, and combines what comes back (`exchange`).  Two
@@ -14,8 +13,7 @@ ways of it are modelled, those of DeepEP (https://github.com/deepseek-ai/DeepEP)
 * *direct*, as decode does: a token goes to each of its experts by itself, over the network to those on other nodes.
 
 Routing is taken to be even and independent.  Dispatched tokens are of one byte an element with a scale of four bytes
-for 128 of them where weights are of 8 bits or NVFP4, and of the type of the weights otherwise; what is combined has
-two bytes.
+for 128 of them where weights are of 8 bits or NVFP4, else of the weights' type; what is combined has two bytes.
 """
 
 from __future__ import annotations
@@ -77,6 +75,8 @@ class Compute:
     graph_tokens: NotNegativeInt = 0
     # kernels of attention: those of the table or profile, or Triton's (SGLang's --attention-backend triton)
     attention: Annotated[str, "one of '', triton"] = ""
+    # likewise of products with FP8 weights in blocks, on Blackwell (SGLang's --fp8-gemm-backend)
+    fp8_gemm: Annotated[str, "one of '', flashinfer_trtllm"] = ""
     scale: NotNegative = 1.0  # a loopback run emulates compute at this fraction of its length
     source: str = ""  # of the shares: "measured: …"; without one they are assumed
     measured_of: tuple[str, ...] = ()  # the models (`conf/model`) that it holds for; of others it is assumed
@@ -188,6 +188,7 @@ def forward(model: Llm, machine: Machine, compute: Compute, side: Side, direct: 
         graph_tokens=compute.graph_tokens,
         twelve=compute.engine == "sglang",
         triton=compute.attention == "triton" and model.attention == "gqa",
+        fp8_gemm=compute.fp8_gemm,
         scale=compute.scale,
     )
 
@@ -302,6 +303,7 @@ class OperatorForward:
     graph_tokens: int = 0  # of an iteration that is launched as one
     twelve: bool = False  # whether a step of 9 to 12 requests has a CUDA graph of its own
     triton: bool = False  # whether attention is Triton's instead of the table's
+    fp8_gemm: str = ""  # whose products with FP8 weights, instead of the table's
     scale: float = 1.0
     _heads_of: dict[int, float] = field(default_factory=dict, repr=False)  # seconds of the head, by sequences
     _steps_of: dict[int, float] = field(default_factory=dict, repr=False)  # likewise of decode iterations
@@ -320,9 +322,7 @@ class OperatorForward:
     def prefill(self, pieces: Iterable[tuple[int, int]], mean: int = 0, ahead: float = 0.0) -> float:
         """Return the seconds of an iteration over *pieces*: see `ForwardModel.prefill`."""
         taken = list(pieces)
-        tokens = 0
-        for _, new in taken:
-            tokens += new
+        tokens = sum([new for _, new in taken])
         linear = self._prompts(mean or tokens, len(taken))
         if mean and mean != tokens:
             linear += self._own(tokens) - self._own(mean)
@@ -391,7 +391,7 @@ class OperatorForward:
         table = published.table(name) if name.startswith(published.WHOLE) else tables.read(name)
         return Lookup(
             table, self.model, self._heads, self._kv_heads, self.kernels.imbalance, self.kernels.prefill_by_heads,
-            fused=self.graph_tokens > 0 and not self.twelve,
+            fused=self.graph_tokens > 0 and not self.twelve, fp8_gemm=self.fp8_gemm,
         )  # fmt: skip
 
     @cached_property

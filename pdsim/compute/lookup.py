@@ -37,6 +37,13 @@ _LAUNCHED = 2.0
 _CONTEXTS = np.array([128.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0])
 """Tokens of context at which a decode step's attention is made a line in the context."""
 
+FP8_GEMM = {"": math.inf, "flashinfer_trtllm": 440e12}
+"""FLOPs a second that products with FP8 weights in blocks reach at most, by whose they are instead of the table's.
+
+TensorRT-LLM's, as FlashInfer calls it, takes 0.83 and 1.63 ms for 1,024 and 2,048 rows by 7,168 x 24,576 on B200,
+where DeepGEMM takes 0.15 and 0.26 (SGLang, pull request 13528).
+"""
+
 _REACH = 1024.0
 """Tokens of context that a batch was measured with at least, for larger ones to take as much longer as they are."""
 
@@ -65,6 +72,7 @@ class Lookup:
     # latent attention of prefill is that of heads: keys of head_dim + rope_dim, values of head_dim
     by_heads: bool = False
     fused: bool = False  # torch.compile scales activations in the norm or activation before a product
+    fp8_gemm: str = ""  # of `FP8_GEMM`
     _curves: dict[tuple[str, int, int, int], Curve] = field(default_factory=dict, repr=False)
     _prefill: dict[int, Curve] = field(default_factory=dict, repr=False)
     _lines: dict[int, tuple[float, float]] = field(default_factory=dict, repr=False)
@@ -81,7 +89,7 @@ class Lookup:
         curve = self._curves.get(name)
         if curve is None:
             curve = self._curves[name] = self._gemm(n, k, dtype)
-        return curve(rows)
+        return curve(rows) if dtype != "fp8" else max(curve(rows), 2.0 * rows * n * k / FP8_GEMM[self.fp8_gemm])
 
     def _gemm(self, n: int, k: int, dtype: str) -> Curve:
         if dtype == "bf16":

@@ -437,6 +437,8 @@ def _compute_notes(config: Any) -> list[str]:
     if compute.attention and (config.model.attention == "mla" or not (compute.kernels or compute.attention_padded)):
         what = "latent attention" if config.model.attention == "mla" else f"compute={compute.name}, a roofline"
         lines = [f"warning: compute.attention={compute.attention} has no effect on {what}"]
+    if compute.fp8_gemm and not (compute.kernels and compute.kernels.table):
+        lines.append(f"warning: compute.fp8_gemm={compute.fp8_gemm} has no effect on {compute.name}, not a table")
     if compute.chosen:
         warns = compute.name == "roofline" or PASSED in compute.chosen
         return [*lines, f"{'warning: ' if warns else ''}compute={compute.name}: {compute.chosen}"]

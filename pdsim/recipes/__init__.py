@@ -413,9 +413,8 @@ def _whole(engine: str, by_side: Mapping[str, Server], instances: Mapping[str, i
         sizes = _layout(engine, server, instances[side], config["model"])
         config |= {f"parallel.{name}.{key}": n for key, n in sizes.items()}
     if not pair:
-        config |= {
-            key.replace("decode", "prefill"): n for key, n in config.items() if key.startswith("parallel.decode")
-        }
+        own = {key: n for key, n in config.items() if key.startswith("parallel.decode")}
+        config |= {key.replace("decode", "prefill"): n for key, n in own.items()}
         config["experiment.engines"] = config.get("parallel.decode.instances", 1)
     for key in _NUMBERS:
         server = prefill if key == "scheduler.chunk" else decode
@@ -447,6 +446,8 @@ def _whole(engine: str, by_side: Mapping[str, Server], instances: Mapping[str, i
         config["compute.graph_tokens"] = 0
     if engine == "sglang" and "triton" in (decode.flags.get(f"{side}attention-backend") for side in ("decode-", "")):
         config["compute.attention"] = "triton"
+    if (products := prefill.flags.get("fp8-gemm-backend")) == "flashinfer_trtllm":
+        config["compute.fp8_gemm"] = products
     if "deepep" in decode.flags.get("moe-a2a-backend" if engine == "sglang" else "all2all-backend", ""):
         config["compute.exchange_by"] = "deepep"
     if pair and (backend := _backend(engine, prefill)):

@@ -61,8 +61,7 @@ class _Service(RankProcess):
         self.arrivals = Arrivals(self, requests, job.hashed, self._arrive, self._end_if_done)
         self.load = dict.fromkeys(instances(job), 0)
         self.policy = router_policy(job.policy)
-        prefill = job.engine.prefill
-        both = replace(prefill, arrive=prefill.arrive + prefill.admit, answer_token=job.engine.decode.answer_token)
+        both = replace(job.engine.prefill, answer_token=job.engine.decode.answer_token)
         self.host = SchedulerHost(both, job.engine.variation, job.seed, "colocated")
         self.last = SchedulerHost(job.engine.decode, job.engine.variation, job.seed, "colocated.last")
         device: Any = rank.device  # of the model: `experiments.serve` refuses others
@@ -97,7 +96,8 @@ class _Service(RankProcess):
         request.room = request.number
         self.under_way[request.number] = request
         self.load[name] += request.input + request.output
-        seconds = self.host.arrive(request.input, self.clock.now)
+        # Requests are read one by one, and admitted by another process while the next one is read.
+        seconds = self.host.arrive(request.input, self.clock.now) + self.host.admit(request.input)
         if seconds:
             self.clock.call_at(self.clock.now + seconds, self.engines[name].submit, request)
         else:
@@ -226,6 +226,7 @@ class ColocatedEngine:
             job.engine.overlap,
             launch=_launch(job),
             drafts=drafts(job, name),
+            compiling=job.engine.compiling,
         )
         self._memory = GrowingMemory(job, pool, self._batch)
         self._arrived: deque[ColocatedRequest] = deque()  # since the scheduler looked

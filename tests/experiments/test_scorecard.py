@@ -4,7 +4,10 @@ import csv
 
 import pytest
 
-from experiments.scorecard import Server
+from experiments.scorecard import Server, was_cold
+from experiments.serve import ServeOptions, job
+from pdsim.config.compose import compose
+from pdsim.serving.colocated import instances
 
 HEAD = ["hardware", "framework", "precision", "spec_method", "disagg", "isl", "osl", "conc"]
 METRICS = ["output_tput_per_gpu", "median_tpot", "median_ttft"]
@@ -70,6 +73,15 @@ def test_servers_start_as_their_scripts_say_by_tp():
     assert "scheduler.chunk=8192" in words(4, "False")
     assert "scheduler.decode_batch=128" in words(8, "False")
     assert not [word for word in words(8, "True") if word.startswith("scheduler.decode_batch")]
+    config = compose(words(4, "False"))
+    assert instances(job(config, ServeOptions.of(config))) == ("colocated0",)
+
+
+def test_a_server_is_cold_if_most_were_not_warmed():
+    before, after = {"date": "2026-01-20"}, {"date": "2026-01-21"}
+    assert was_cold([before, before, after])
+    assert not was_cold([before, after])
+    assert not was_cold([{}])
 
 
 def test_errors_stand_also_without_servers_that_stood_still(against):

@@ -91,6 +91,23 @@ def test_prompts_take_their_launches_and_answers_leave_later():
     assert row["e2e"] == pytest.approx(first + 1.25, rel=1e-12)  # the last token cannot overtake it
 
 
+def test_the_first_step_that_goes_on_with_a_prompt_compiles():
+    requests = [Request(0.0, 600, 1), Request(50.0, 600, 1)]
+    plain, cold = (
+        served(requests, engine=ServingEngine(name="bare", mixed=False, compiling=compiling))[0]
+        for compiling in (0.0, 7.0)
+    )
+    assert [late["ttft"] - row["ttft"] for row, late in zip(plain, cold, strict=True)] == pytest.approx([7.0, 0.0])
+
+
+def test_a_request_is_admitted_while_the_next_is_read():
+    costs = HostCosts(arrive=0.25, admit=2.0)
+    requests = [Request(0.0, 16, 1)] * 3
+    engine = ServingEngine(name="bare", mixed=False, prefill=costs)
+    table, *_ = served(requests, engine=engine)
+    assert [row["queueing"] for row in table] == pytest.approx([2.25, 2.5, 2.75])
+
+
 def test_a_request_without_pages_waits_for_the_first():
     requests = [Request(0.0, 100, 20), Request(0.0, 100, 20)]
     (one, other), *_ = served(requests, {"decode_pages": 15})
