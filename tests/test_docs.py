@@ -49,6 +49,7 @@ def test_the_configuration_page_lists_keys_of_every_group(tmp_path):
     groups = re.findall(r"^### `([\w=]+)`$", text, re.MULTILINE)
     assert {"backend", "kv", "live", "workload", "experiment=serve", "experiment=validate"} <= set(groups)
     assert len(rows) > 500
+    assert re.findall(r"^.*\|  \|$", text, re.MULTILINE) == []  # a key without a meaning
 
 
 @pytest.mark.slow

@@ -347,6 +347,8 @@ def _of_vllm(config: Config, connector: str) -> Iterator[tuple[str, object, str]
                 f"a dense model has no attention groups; use tp={side.attention_tp} and "
                 f"instances={side.instances * side.dp}",
             )
+    if config.hw.gpus and (odd := [size for role, _, _ in _sides(config) if (size := _page(config, role)) % 16]):
+        yield "kv.page_size", odd[0], "their kernels take a multiple of 16 tokens; run engine=vllm, or set one"
     if kv.staging:
         yield "kv.staging", "true", "their connectors have no staging buffer; use engine=sglang, or leave it out"
     if kv.all_cp_ranks:

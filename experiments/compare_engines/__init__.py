@@ -54,7 +54,7 @@ class CompareEnginesOptions(ExperimentOptions):
     # as the backend's policy has it, in the last "batch", or over "control"
     metadata: tuple[Annotated[str, "one of policy, batch, write, control"], ...] = ("policy",)
     colocated: bool = True  # also without disaggregation
-    router: str = "least_tokens"
+    router: str = "least_tokens"  # as in experiment=serve
 
 
 Combination = tuple[str, str, bool, str]  # backend, engine, staging, metadata

@@ -44,7 +44,7 @@ class FaultsOptions(ExperimentOptions):
     """
 
     name: str = "faults"
-    scenarios: PositiveInt = 200
+    scenarios: PositiveInt = 200  # each of which its own seed draws
     requests: PositiveInt = 50  # of each scenario
     first: NotNegativeInt = 0  # seed; the others follow
     seed: NotNegativeInt | None = None  # replay this scenario only

@@ -57,7 +57,7 @@ class ServeOptions(ExperimentOptions):
     engines: NotNegativeInt = 0  # colocated ones; 0: as many as the GPUs of both sides hold
     # random, round_robin, least_tokens (outstanding), power_of_two, cache_aware, transfer_aware; first_token chooses
     # both sides together, by prefill's queue and the way of the KV
-    router: str = "least_tokens"
+    router: str = "least_tokens"  # which prefill instance gets a request: pdsim.routers, docs/how-to.md
     decode_router: str = ""  # of decode instances, if another
     routers: PositiveInt = 1  # replicas of the router, which take requests in turn
     routers_sync: Seconds = 1.0  # between their exchanges of loads; 0: each knows only what it sent itself

@@ -109,7 +109,8 @@ def _commands(engine: str, folders: Sequence[str]) -> int:
     for server in started:
         variables = [f"{name}={value}" for name, value in server.environment.items()]
         command = shlex.join([*variables, "python", *server.command[1:]])
-        sys.stdout.write(f"# {server.name}\n{command.replace(' --load-format dummy', '')}\n")
+        command = re.sub(" --load-format dummy| --skip-tokenizer-init", "", command)  # of pdsim's own measurements
+        sys.stdout.write(f"# {server.name}\n{command}\n")
     if command := router(config, engine, started):
         sys.stdout.write(f"# router\n{command}\n")
     return 0

@@ -57,7 +57,7 @@ class Compute:
     weight_share: Share = 0.0  # the same of weights; 0 is as *memory_share*
     blend: float = 0.0  # the norm of the two roofs, 1 adds them; 0: the higher one counts alone
     allreduce_rate: Rate = 0.0  # bytes/s of a tensor-parallel all-reduce; 0 takes the interconnect's rate
-    allreduce_latency: Seconds = 12e-6
+    allreduce_latency: Seconds = 12e-6  # of one, beside its bytes
     # of a card's rate, that tokens on their way to experts reach
     exchange_share: Annotated[float, "> 0 and <= 1"] = 1.0
     # of a dispatch, and of a combine (DeepEP's table, tests/serving/test_experts.py)
@@ -66,9 +66,9 @@ class Compute:
     # how attention groups reach experts, by a table: engines gather all tokens in a node, unless told DeepEP
     exchange_by: Annotated[str, "one of '', deepep, gather"] = ""
     overhead: Seconds = 2e-3  # of an iteration, scheduler and kernel launches
-    # of small kernels in turn, that an iteration adds in each layer with experts, and with latent attention
+    # of small kernels in turn, that an iteration adds in each layer with experts
     mixed_latency: Seconds = 0.0
-    latent_latency: Seconds = 0.0
+    latent_latency: Seconds = 0.0  # the same, in each layer with latent attention
     # times as long as the mean host of data/live (0.6 to 1.5) this one takes to launch an eager prefill from a table
     launch_factor: Positive = 1.0
     # tokens of an iteration up to which prompts run in CUDA graphs, without launches; 0: eager

@@ -73,8 +73,8 @@ def shape_key(n: int, k: int, narrow: bool) -> str:
 class AllReduce:
     """An all-reduce among so many GPUs: *latency*, and bytes of the activations a second."""
 
-    latency: Seconds
-    rate: Rate
+    latency: Seconds  # of an all-reduce, however small
+    rate: Rate  # bytes/s of the activations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +84,8 @@ class Correction:
     Between them it is interpolated in the logarithm of both, beyond them it stays.
     """
 
-    tokens: tuple[int, ...]
-    factor: tuple[float, ...]
+    tokens: tuple[int, ...]  # of a forward, ascending
+    factor: tuple[float, ...]  # times as long as the roof says, at each of *tokens*
 
     def at(self, tokens: int) -> float:
         """Return the factor at *tokens*."""

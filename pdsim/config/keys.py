@@ -172,7 +172,7 @@ def _comments(cls: type) -> dict[str, str]:
             comment = match[1] if (match := re.search(r"(?:^|  )\s*# (.*)$", line)) else ""
             if field := re.match(r"    (\w+): ", line):
                 name = field[1]
-                meanings[name] = " ".join(filter(None, [*above, comment]))
+                meanings[name] = " ".join(filter(None, [*above, comment])) or meanings.get(name, "")
                 above = []
             elif comment and line.lstrip().startswith("#"):
                 above.append(comment)

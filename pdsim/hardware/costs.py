@@ -34,8 +34,8 @@ class Ramp:
     (`conf/calibration/thor2-write-1k.yaml`).
     """
 
-    first: PositiveInt
-    extra: Seconds
+    first: PositiveInt  # descriptors of a batch that cost more
+    extra: Seconds  # more, for each of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +46,8 @@ class InlineSaving:
     their end.
     """
 
-    bytes: Annotated[Size, "> 0"]
-    descriptors: PositiveInt
+    bytes: Annotated[Size, "> 0"]  # most of a batch that is moved within the call that posts it
+    descriptors: PositiveInt  # most of such a batch
     saving: Seconds = 0.0  # of posting and latency together
 
     def takes(self, descriptors: Any, nbytes: Any) -> Any:
@@ -72,8 +72,8 @@ class Workers:
     ``split_batch_size`` (`nixlUcxThreadPoolEngine`).
     """
 
-    threads: PositiveInt
-    least: PositiveInt
+    threads: PositiveInt  # of the engine, among which a large batch is divided
+    least: PositiveInt  # descriptors of a piece: smaller batches are not divided
 
     def longest(self, descriptors: Any) -> Any:
         """Return the descriptors that one thread posts of a batch of so many; a number or an array.
@@ -98,12 +98,12 @@ class OptionCosts:
 
     options: Mapping[str, str]  # of `Engine.options`, all that are named here
     evidence: str = "assumed: nothing changes"  # of the numbers here, as a source has it
-    latency: Seconds = 0.0
-    descriptor: Seconds = 0.0
-    rate: Positive = 1.0
+    latency: Seconds = 0.0  # more
+    descriptor: Seconds = 0.0  # more, for each
+    rate: Positive = 1.0  # share that is left of the engine's rates
     workers: Workers | None = None
     intervals: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # 95 % of sets of processes
-    errors: Mapping[str, float] = field(default_factory=dict)
+    errors: Mapping[str, float] = field(default_factory=dict)  # mean, median and p95, of samples left out
 
     def chosen(self, options: Mapping[str, str]) -> bool:
         """Return whether these are the costs of an engine with *options*."""
@@ -133,16 +133,16 @@ class EngineModel:
     so much less of *latency* and, where that is not enough, of *call*; never less than without both.
     """
 
-    path: Annotated[str, "one of nvlink, rdma, tcp, shm"]
-    call: Seconds
-    descriptor: Seconds
-    overlap: bool
-    latency: Seconds
+    path: Annotated[str, "one of nvlink, rdma, tcp, shm"]  # links that it moves bytes over
+    call: Seconds  # of posting a batch, besides its descriptors
+    descriptor: Seconds  # of posting, for each one
+    overlap: bool  # bytes move while descriptors are posted, instead of afterwards
+    latency: Seconds  # from the last byte until the poster sees the end
     rate: Annotated[Rate, "> 0"] = math.inf  # of one transfer
     # of a copy with *streams*, after which its stream rests until it has had no more than *rate*; 0: no rest
     copy_rate: Rate = 0.0
     line: Rate = 0.0  # of the hardware that the rates were found on; 0: they do not depend on it
-    wire_descriptor: Seconds = 0.0
+    wire_descriptor: Seconds = 0.0  # that each one occupies the wire for, besides its bytes
     read: Seconds = 0.0  # latency of a read beyond that of a write
     read_descriptor: Seconds = 0.0  # beyond *wire_descriptor*, of a read
     # of posting, beyond *descriptor*: of each one more than the largest batch before had, for which memory is taken
@@ -264,7 +264,7 @@ class Engine:
     as they are.
     """
 
-    name: str
+    name: str  # as a choice of ``backend``
     implementation: str  # the entry point that `target=real` loads
     vendors: tuple[str, ...]  # whose machines it runs on
     intra: EngineModel | None
@@ -300,8 +300,8 @@ class DeviceLine:
     It is the time between two events of a stream that the gather is queued on, without launch, host and waiting.
     """
 
-    latency: Seconds
-    rate: Annotated[Rate, "> 0"]
+    latency: Seconds  # of a gather on the GPU, however small
+    rate: Annotated[Rate, "> 0"]  # bytes/s that one rank gets of all the others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,14 +327,14 @@ class CollectiveModel:
     algorithmic bandwidth, ``n * S / seconds``; nccl-tests' bus bandwidth is that times ``(n - 1) / n``.
     """
 
-    path: Annotated[str, "one of nvlink, rdma, tcp, shm"]
-    pattern: Annotated[str, "one of ring, direct"]
+    path: Annotated[str, "one of nvlink, rdma, tcp, shm"]  # links that it moves bytes over
+    pattern: Annotated[str, "one of ring, direct"]  # each rank sends to the next, or to every other
     latency: Seconds  # from the call of the last rank on
     step: Seconds  # more, for each rank but one
-    rate: Annotated[Rate, "> 0"]
+    rate: Annotated[Rate, "> 0"]  # bus bandwidth: what a rank's port carries each way
     # of what is not hidden: a rank's own piece, and filling the pipeline
     own_rate: Annotated[Rate, "> 0"] = math.inf
-    copies: NotNegativeInt = 0
+    copies: NotNegativeInt = 0  # times more that a byte passes the memory it arrives in
     after_pause: Seconds = 0.0  # from the call of the last rank on, where the ranks did something else before
     grown: Seconds = 0.0  # the same, in a pool that has grown
     device: tuple[DeviceLine, ...] = ()  # of the library's protocols; empty: not known
@@ -388,17 +388,17 @@ class Collective:
     *plain* and *symmetric* say what gathers cost on memory of each kind.
     """
 
-    name: str
+    name: str  # as a choice of ``collective``
     implementation: str  # the entry point that `target=real` loads
     plain: CollectiveModel
     symmetric: CollectiveModel
     pool: Annotated[Size, "> 0"] = 4 << 30  # of each rank's symmetric pool, reserved before the first use
     grow: bool = True  # whether it may grow at run time
     grow_latency: Seconds  # of each rank
-    grow_rate: Annotated[Rate, "> 0"]
+    grow_rate: Annotated[Rate, "> 0"]  # bytes/s by which the pool grows, after *grow_latency*
     measured_on: tuple[str, ...] = ()  # the machines (`conf/hw`) that its *measured* numbers hold for
     # whose time a call takes: the caller's, who waits for each, or, queued, the "device"'s
     timing: Annotated[str, "one of caller, device"] = "caller"
     check: bool = True  # compare sizes between ranks before anything moves; on real ranks that is a round trip
-    timeout: Annotated[Seconds, "> 0"] = 30.0
+    timeout: Annotated[Seconds, "> 0"] = 30.0  # of a call, until the group is given up
     sources: Mapping[str, str] = field(default_factory=dict)

@@ -30,7 +30,7 @@ class Copies:
     rank's it takes *context_switch* more: kernels of different processes do not run side by side.
     """
 
-    call: Seconds = 0.0
+    call: Seconds = 0.0  # of one call, however much it copies
     descriptor: Seconds = 0.0  # of each piece that is copied
     context_switch: Seconds = 0.0  # where the last copy on the device was another rank's
 
@@ -46,8 +46,8 @@ class Gpu:
     Numbers of products are in `conf/hw`, with their sources.
     """
 
-    name: str
-    memory: Annotated[Size, "> 0"]
+    name: str  # such as H100: what measurements and tables of forwards are chosen by
+    memory: Annotated[Size, "> 0"]  # bytes of its memory
     memory_rate: Annotated[Rate, "> 0"]  # of its memory, reads and writes together
     compute: Annotated[Flops, "> 0"]  # dense bf16
     compute_fp8: Flops = 0.0  # of matrices of 8-bit elements; 0: none, they run as bf16
@@ -71,7 +71,7 @@ class Interconnect:
 
     kind: Annotated[str, "one of switch, mesh, none"]  # mesh: a link between every two GPUs
     rate: Rate  # of a GPU's port, each direction; for a mesh, of the link between two GPUs
-    latency: Seconds = 0.0
+    latency: Seconds = 0.0  # one way, from GPU to GPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +105,8 @@ class Storage:
     """
 
     read: Rate = 0.0  # 0: it is never the limit
-    write: Rate = 0.0
-    latency: Seconds = 0.0
+    write: Rate = 0.0  # as *read*
+    latency: Seconds = 0.0  # of a request, however large
     object: Seconds = 0.0  # more, of each
 
 
@@ -119,7 +119,7 @@ class Host:
     handoffs`).
     """
 
-    memory: Annotated[Size, "> 0"]
+    memory: Annotated[Size, "> 0"]  # bytes, of a node
     memory_rate: Annotated[Rate, "> 0"]  # reads and writes together
     sockets: PositiveInt = 1  # that GPUs and cards are spread over
     tcp_rate: Annotated[Rate, "> 0"]  # of all TCP traffic of the node, each direction; loopback included
@@ -141,11 +141,12 @@ class LinkChange:
     is ``cut`` and loses what is on the wire.
     """
 
+    # it carries less, waits and goes on, or loses what is on the wire
     kind: Annotated[str, "one of slow, stall, cut"]
     start: Seconds  # after the start of the job
-    end: Seconds
-    share: NotNegative = 0.0
-    hop: NotNegativeInt = 0
+    end: Seconds  # as *start*
+    share: NotNegative = 0.0  # of its rate that is left, of kind=slow
+    hop: NotNegativeInt = 0  # which of the link's hops, from 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,9 +194,9 @@ class Machine:
     *sources* says of each number, by dotted key, where it comes from: ``{"gpu.memory": "datasheet: H20 SXM"}``.
     """
 
-    name: str
-    vendor: Annotated[str, "one of nvidia, amd, cpu"]
-    nodes: PositiveInt
+    name: str  # as results and calibrations call it
+    vendor: Annotated[str, "one of nvidia, amd, cpu"]  # whose GPUs: backends run on those of some
+    nodes: PositiveInt  # alike, joined by their network cards
     gpus: NotNegativeInt  # per node; 0 is a machine of hosts only
     gpu: Gpu | None
     interconnect: Interconnect

@@ -24,14 +24,14 @@ class Hybrid:
     the last *window* tokens, ``m`` a mamba (linear attention, state space) layer.
     """
 
-    pattern: str = "a"
+    pattern: str = "a"  # a letter a layer, repeated: a full attention, w sliding window, m mamba
     window: NotNegativeInt = 0  # tokens
     # channels of a mamba layer's convolution, of each part that is sharded by itself
     conv_groups: tuple[int, ...] = ()
     conv_width: int = 0  # past inputs that it keeps of each channel: the kernel less one
     ssm_heads: int = 0  # of a mamba layer's recurrent state
     ssm_head_elements: int = 0  # of the state in one head
-    ssm_dtype_bytes: int = 4
+    ssm_dtype_bytes: int = 4  # bytes of an element of that state
     index_bytes: NotNegativeInt = 0  # of a token's row in the index of sparse attention, in one layer
 
 
@@ -39,14 +39,14 @@ class Hybrid:
 class Llm:
     """The shape of a language model: `conf/model`, from its ``config.json``."""
 
-    name: str
+    name: str  # as results call it
     parameters: Annotated[Count, "> 0"]  # in all
     active: Annotated[Count, "> 0"]  # used for one token; equal to *parameters* unless a mixture of experts
-    layers: PositiveInt
-    hidden: PositiveInt
-    heads: PositiveInt
+    layers: PositiveInt  # num_hidden_layers of config.json
+    hidden: PositiveInt  # hidden_size
+    heads: PositiveInt  # of queries: num_attention_heads
     kv_heads: PositiveInt  # before replication over tensor-parallel ranks
-    head_dim: PositiveInt
+    head_dim: PositiveInt  # elements of a head's key or value
     attention: Annotated[str, "one of gqa, mla"] = "gqa"  # K and V per head, or one latent row per token and layer
     latent_dim: int = 0  # elements of that row
     dtype_bytes: PositiveInt = 2  # of a weight, and of a KV element unless *kv_dtype* says otherwise
@@ -60,7 +60,7 @@ class Llm:
     experts_per_token: NotNegativeInt = 0  # of them, that a token is routed to
     # of a layer's experts, of which a token's are in the best *groups_per_token*; 0: no groups
     expert_groups: NotNegativeInt = 0
-    groups_per_token: int = 0
+    groups_per_token: int = 0  # groups that a token's experts are in
     dense_layers: NotNegativeInt = 0  # without experts, of a mixture of experts
     context: PositiveInt = 131072  # longest input + output, tokens
     hybrid: Hybrid = field(default_factory=Hybrid)

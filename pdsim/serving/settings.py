@@ -38,7 +38,7 @@ NO_KEYS = ("experiment", "policy", "calibration", "sources")
 class Tenant:
     """One tenant of `Workload.tenants`: which requests it sends, and the SLO that these are to meet."""
 
-    name: str
+    name: str  # as results call it
     rate: Annotated[Frequency, "> 0"]  # requests a second
     ttft: Annotated[Seconds, "> 0"]  # most time to the first token
     tpot: Annotated[Seconds, "> 0"]  # most time per token after the first
@@ -60,8 +60,9 @@ class Workload:
     """
 
     trace: str | None = None  # a file of requests, in the format of Mooncake, Azure, Qwen-Bailian or BurstGPT
+    # when requests come, without *trace*; embedded: those of the shipped one
     arrivals: Annotated[str, "one of embedded, poisson, gamma, bursty, diurnal, sessions"] = "embedded"
-    count: PositiveInt | None = None  # at most so many requests; None is all of a trace
+    count: PositiveInt | None = None  # at most so many requests; null is all of a trace
     skip: Seconds = 0.0  # of arrivals that are left out, before any scaling
     seconds: Seconds = 0.0  # of arrivals that are kept after those, before any scaling; 0 is all
     rate: Annotated[Frequency, "> 0"] = 1.0  # requests a second, for generated arrivals
@@ -100,7 +101,7 @@ class Kv:
     page_size: PositiveInt = 64  # tokens; auto: what the release of the engine starts with, as for all such keys
     # of decode, where it differs: one divides the other, KV moves in pages of the smaller; 0 is the same
     decode_page_size: NotNegativeInt = 0
-    # requests, from the first, whose contents are compared where memory has any; None: all
+    # requests, from the first, whose contents are compared where memory has any; null: all
     checked: NotNegativeInt | None = None
     pool: Size = 0  # bytes of KV and state a GPU; 0 is what the weights leave, times `scheduler.memory_fraction`
     all_cp_ranks: bool = False  # each context-parallel rank writes its share of the pages, instead of rank 0 all
@@ -134,11 +135,10 @@ class Cache:
     found: Annotated[str, "one of computed, scheduled"] = "computed"
     early: bool = False  # prefill sends cached pages when it begins the rest, instead of with its first chunk
     limit: Count = 0  # most tokens of an instance's cached pages without a user; 0 is all of the pool
-    # Tiers below GPU memory (`pdsim.kv.tiers`): tokens of each prefill instance in host memory, and on an SSD of its
-    # node; of all together in a remote store (Mooncake Store, 3FS), which each reaches through its network card
+    # tiers below GPU memory (`pdsim.kv.tiers`): tokens of each prefill instance in host memory
     host: Count = 0
-    ssd: Count = 0
-    remote: Count = 0
+    ssd: Count = 0  # on an SSD of its node
+    remote: Count = 0  # of all instances, in a remote store (Mooncake Store, 3FS), through the network cards
     host_ratio: NotNegative = 0.0  # without *host*: that as so many times the pool of KV (--hicache-ratio of SGLang)
     shared: bool = False  # host memory and SSDs are one pool of all instances; cards reach those of other nodes
     chunk: PositiveInt = 1  # tokens of an object, which is found whole or not: LMCache has 256; at least a page
@@ -147,7 +147,7 @@ class Cache:
     # what "ssd" and "remote" have comes to host memory while the request waits (--hicache-storage-prefetch-policy):
     # it waits for all of it, for `prefetch_timeout`, or not; with "none" it comes with what host memory has
     prefetch: Annotated[str, "one of none, best_effort, timeout, wait_complete"] = "none"
-    prefetch_timeout: Seconds = 1.0
+    prefetch_timeout: Seconds = 1.0  # of prefetch=timeout
     overlap: bool = False  # a forward computes while its pages come, layer by layer (SGLang); else it waits for them
 
     @property
@@ -201,7 +201,7 @@ class ServingEngine:
     and the host costs nothing beyond `Compute.overhead`.
     """
 
-    name: str = "generic"
+    name: str = "generic"  # as a choice of ``engine``
     version: Annotated[str, str] = ""  # the release, such as 0.26; "" is the one that the costs were measured with
     scheduler: str = "fcfs"  # what runs in the next step: a class of the entry-point group pdsim.schedulers
     scheduler_options: Mapping[str, Any] = field(default_factory=dict)  # of that class
@@ -325,10 +325,10 @@ class Live:
     # of the first server; the others and their side channels follow
     port: Annotated[int, ">= 1024 and <= 65000"] = 30100
     ready: Annotated[Seconds, "> 0"] = 900.0  # until all servers answer
-    prefix_cache: bool = False
+    prefix_cache: bool = False  # launched servers cache prefixes, on prefill of a pair
     prefill_gpus: tuple[int, ...] = ()  # () takes the first GPUs for prefill and the next for decode
-    decode_gpus: tuple[int, ...] = ()
+    decode_gpus: tuple[int, ...] = ()  # the same of decode
     arguments: tuple[str, ...] = ()  # added to the command line of every server
-    prefill_arguments: tuple[str, ...] = ()
-    decode_arguments: tuple[str, ...] = ()
+    prefill_arguments: tuple[str, ...] = ()  # of prefill servers alone, after those
+    decode_arguments: tuple[str, ...] = ()  # of decode servers alone, after those
     environment: Mapping[str, str] = field(default_factory=dict)  # added to that of every server

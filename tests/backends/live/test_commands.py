@@ -214,6 +214,7 @@ def test_a_colocated_server_has_no_connector():
         ("vllm", "parallel.decode.tp=2 parallel.decode.dp=2", "decode.dp=2 .* use tp=1 and instances=2"),
         ("vllm", "parallel.prefill.pp=2", "parallel.prefill.pp=2 .* NixlConnector takes no stages; set pp=1"),
         ("vllm", "kv.staging=true", "kv.staging=true .* have no staging buffer; use engine=sglang"),
+        ("vllm", "kv.page_size=8", "kv.page_size=8 .* a multiple of 16 tokens; run engine=vllm, or set one"),
         ("vllm", "kv.state_slots=9", "kv.state_slots=9 .* one pool"),
         ("vllm", "backend=mooncake_nvlink", "backend=mooncake_nvlink .* use backend=mooncake or mooncake_tcp"),
         ("vllm", "cache=sglang", "cache.eviction=radix .* they evict by block; use cache=vllm"),
@@ -235,7 +236,7 @@ def test_a_colocated_server_has_no_connector():
     ],
 )
 def test_a_key_that_the_engine_cannot_have_is_refused(engine, words, line):
-    (refused,) = refusals(compose([*PAIR, "backend=nixl", *words.split()]), engine)
+    (refused,) = refusals(compose([*PAIR, "backend=nixl", "kv.page_size=16", *words.split()]), engine)
     assert re.search(line, refused)
 
 
@@ -270,7 +271,7 @@ def test_what_is_missing_is_said_in_one_line_each():
     assert lines("live.prefill=http://a", "live.decode=http://b", "engine=generic") == [
         "live.engine='' does not say which protocol joins prefill and decode; set live.engine=vllm or sglang"
     ]
-    launch = ("live.launch=true", "live.engine=vllm", "model=qwen3-8b", "backend=nixl")
+    launch = ("live.launch=true", "engine=vllm", "live.engine=vllm", "model=qwen3-8b", "backend=nixl")
     config = compose(["hw=2xh200", *launch])
     shapeless = replace(config, model=replace(config.model, hf_config={}))
     assert "live.launch=true needs the architecture of model=qwen3-8b" in next(problems(shapeless))
