@@ -129,7 +129,7 @@ class Step(NamedTuple):
 
     pieces: list[tuple[int, int]]  # of prompts: tokens covered before, and tokens
     ends: list[ColocatedRequest]  # that it completes
-    ahead: float  # seconds for which it has been launched
+    ahead: float  # seconds for which it has been launched; less than 0: what compiles first
     fresh: bool  # whether there are new requests, which the next step may begin
 
 
@@ -226,7 +226,6 @@ class ColocatedEngine:
             job.engine.overlap,
             launch=_launch(job),
             drafts=drafts(job, name),
-            compiling=job.engine.compiling,
         )
         self._memory = GrowingMemory(job, pool, self._batch)
         self._arrived: deque[ColocatedRequest] = deque()  # since the scheduler looked
@@ -238,6 +237,7 @@ class ColocatedEngine:
         self._news: Event | None = None
         self._due = 0.0  # when the step of a group would end by itself
         self._prompts = False  # whether the step before had any
+        self._compiling = job.engine.compiling  # seconds, until a step goes on with a prompt
         self._chosen = 0.0  # with overlap, when the scheduler chooses the next step
         self._unlooked = False  # and has not looked then: it is launching still
         holds = job.engine.launching_holds
@@ -305,6 +305,8 @@ class ColocatedEngine:
         self._prompts = bool(pieces)
         ahead = now - self._chosen
         launched = self._chosen
+        if self._compiling and any(before for before, _ in pieces):  # its launch takes longer
+            ahead, launched, self._compiling = ahead - self._compiling, launched + self._compiling, 0.0
         if pieces:
             tokens = self._batch_tokens if self.job.engine.mixed else 0
             launched += self._batch.launching(tokens + sum(new for _, new in pieces))

@@ -221,7 +221,7 @@ class ServingEngine:
     mixed: bool = True
     # of colocated engines: decode steps between two looks for requests (--scheduler-recv-interval)
     look: PositiveInt = 1
-    # of colocated engines: for which the first step that goes on with a prompt compiles its attention (FlashInfer)
+    # of colocated engines: for which the first launch that goes on with a prompt compiles its attention (FlashInfer)
     compiling: Seconds = 0.0
     pipeline: NotNegativeInt = 0  # steps, while some run, from the look that finds KV to the one that uses it
     posting_holds: bool = False  # decode's next tokens wait until a read is posted (`Transfer.posted`)

@@ -330,9 +330,8 @@ class RunningBatch:
 
     Members change between steps only: `advance` to such a boundary, take out and put in, then `begin` or
     `begin_mixed` the next step.  A host of *costs* adds its own to each step and, with *overlap*, only what exceeds
-    the forward without context.  A step with prompts takes *launch* seconds at least, the first one that goes on
-    with a prompt *compiling* more.  With *drafts* a request gets several tokens a step: in each the mean of the
-    steps that are drawn for it.
+    the forward without context.  A step with prompts takes *launch* seconds at least.  With *drafts* a request gets
+    several tokens a step: in each the mean of the steps that are drawn for it.
     """
 
     def __init__(
@@ -344,12 +343,10 @@ class RunningBatch:
         variation: StepVariation | None = None,
         launch: float = 0.0,
         drafts: Drafts | None = None,
-        compiling: float = 0.0,
     ) -> None:
         self.limit = limit
         self._drafts = drafts
         self._launch = launch
-        self._compiling = compiling
         self._time = time
         self._host = costs or HostCosts()
         self._overlap = overlap
@@ -472,15 +469,12 @@ class RunningBatch:
         return self.end(1)
 
     def alone(self, pieces: Sequence[tuple[int, int]], mean: int = 0, ahead: float = 0.0) -> float:
-        """Return the seconds of the next step, if it computes *pieces* of prompts and no token of the batch.
+        """Return the seconds of a step that computes *pieces* of prompts and no token of the batch.
 
         *mean* tokens have the groups of an engine each in the mean, where they do not have as many.  Launching has
         begun *ahead* seconds before.
         """
-        seconds = self._iteration(max(self._time.prefill(pieces, mean, ahead), self._launch - ahead))
-        if self._compiling and any(before for before, _ in pieces):
-            seconds, self._compiling = seconds + self._compiling, 0.0
-        return seconds
+        return self._iteration(max(self._time.prefill(pieces, mean, ahead), self._launch - ahead))
 
     def launching(self, tokens: int) -> float:
         """Return the seconds for which the host launches a step of so many *tokens*, some of them of prompts."""

@@ -91,13 +91,21 @@ def test_prompts_take_their_launches_and_answers_leave_later():
     assert row["e2e"] == pytest.approx(first + 1.25, rel=1e-12)  # the last token cannot overtake it
 
 
-def test_the_first_step_that_goes_on_with_a_prompt_compiles():
+def test_the_first_launch_that_goes_on_with_a_prompt_compiles():
     requests = [Request(0.0, 600, 1), Request(50.0, 600, 1)]
-    plain, cold = (
-        served(requests, engine=ServingEngine(name="bare", mixed=False, compiling=compiling))[0]
-        for compiling in (0.0, 7.0)
-    )
-    assert [late["ttft"] - row["ttft"] for row, late in zip(plain, cold, strict=True)] == pytest.approx([7.0, 0.0])
+    (one, other), what, _ = served(requests, engine=ServingEngine(name="bare", mixed=False, compiling=7.0))
+    chunks = [mixed(what, [chunk], []) for chunk in ((0, 256), (256, 256), (512, 88))]
+    assert one["ttft"] == pytest.approx(chunks[0] + 7.0 + chunks[2], rel=1e-12)
+    assert other["ttft"] == pytest.approx(sum(chunks), rel=1e-12)
+
+
+def test_tokens_wait_while_the_next_step_compiles():
+    requests = [Request(0.0, 200, 1), Request(0.0, 200, 1)]
+    compiles = ServingEngine(name="bare", mixed=False, overlap=True, launching_holds="always", compiling=7.0)
+    (one, other), what, _ = served(requests, engine=compiles)  # the second prompt is cut at 256 tokens
+    first = mixed(what, [(0, 200), (0, 56)], [])
+    assert one["ttft"] == pytest.approx(7.0, rel=1e-12)  # from the beginning, when the next step is chosen
+    assert other["ttft"] == pytest.approx(max(7.0, first + mixed(what, [(56, 144)], [])), rel=1e-12)
 
 
 def test_a_request_is_admitted_while_the_next_is_read():
