@@ -95,6 +95,8 @@ def test_wrong_input_is_one_line_status_two_and_nothing_written(pdsim_says, tmp_
         (b"", "hw.name, hw.vendor, hw.nodes, hw.gpus, hw.gpu, hw.interconnect, hw.nic, hw.host are missing"),
         (b"\xff\xfe\0", "{mine} is not text in UTF-8: 'utf-8' codec can't decode byte 0xff"),
         (b"name: [", "{mine} is not YAML: while parsing a flow node"),
+        (b"nodes: 1\nnodes: 2", "{mine} is not YAML: while constructing a mapping"),
+        (b"nodes:\t1", "{mine} is not YAML: while scanning for the next token found character"),
     ],
 )
 def test_a_file_that_is_no_configuration_is_one_line(pdsim_refuses, tmp_path, content, said):

@@ -157,6 +157,10 @@ def run(config: Config, _: Target, progress: ShowProgress) -> Result:
             f"no deployment of experiment.prefill_tp, decode_tp and instances can serve model={config.model.name} "
             f"on hw={config.hw.name}: {next(iter(refused.values()))}"
         )
+    for name in options.prefill_hw:
+        if all(plan.shape.prefill_hw != name for plan in fitting):
+            why = next((refused[shape] for shape in refused if shape.prefill_hw == name), "no layout is left")
+            raise ConfigError(f"experiment.prefill_hw has {name}, which no deployment can use: {why}")
     with _mapping(options.processes) as mapped:
         work = _Work(config, options, drawn.requests, mapped, progress, _parts(config, options))
         found = (_fewest if options.rate else _highest)(work, fitting)

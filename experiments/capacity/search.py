@@ -151,7 +151,8 @@ def plans(
             else sum(side.gpus for side in (own.parallel.prefill, own.parallel.decode))
         )
         if own.hw.nodes > config.hw.nodes or gpus > config.hw.nodes * config.hw.gpus:
-            refused[shape] = f"{gpus} GPUs are more GPUs than the machine has"
+            kinds = "on nodes of two kinds " if shape.prefill_hw else ""
+            refused[shape] = f"{gpus} GPUs {kinds}are more than hw.nodes={config.hw.nodes} has; raise hw.nodes"
             continue
         try:
             if problem := next(placement(own), ""):

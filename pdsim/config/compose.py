@@ -166,12 +166,12 @@ def _bound_files() -> None:
             path = Path(self.path) / self._normalize_file_name(config_path)
             try:
                 yaml_text(path)
+                return super().load_config(config_path)
             except UnicodeDecodeError as error:
                 raise ConfigError(f"{path} is not text in UTF-8: {error}; save it as such") from error
             except YAMLError as error:
                 text = " ".join(str(error).split()).replace('in "<unicode string>",', "at")
                 raise ConfigError(f"{path} is not YAML: {text}; correct it") from error
-            return super().load_config(config_path)
 
     Plugins.instance()  # it registers Hydra's own sources, once
     SourcesRegistry.instance().types["file"] = BoundedSource

@@ -103,9 +103,9 @@ def difference(folders: Sequence[Path]) -> tuple[list[str], list[Table]]:
 
 
 def _table(title: str, first: Mapping[str, float], second: Mapping[str, float], what: Mapping[str, str]) -> Table:
-    # The part is left out for a phase that changed in the other direction than the whole.
+    # The part is left out for a phase that changed in the other direction than the whole, and where nothing differs.
     change = {name: second[name] - first[name] for name in what}
-    total = sum(change.values())
+    total = 0.0 if _same(first, second) else sum(change.values())
     rows = [
         [
             name,
@@ -121,6 +121,10 @@ def _table(title: str, first: Mapping[str, float], second: Mapping[str, float], 
     return Table(f"Mean of {title}", columns, rows)
 
 
+def _same(first: Mapping[str, float], second: Mapping[str, float]) -> bool:
+    return abs(sum(second.values()) - sum(first.values())) < 5e-4 * sum(first.values())
+
+
 _Means = Mapping[str, Mapping[str, float]]
 
 
@@ -129,7 +133,7 @@ def _sentences(name: str, a: _Means, b: _Means) -> Iterator[str]:
         if part not in a or part not in b:
             continue
         first, second = sum(a[part].values()), sum(b[part].values())
-        if abs(second - first) < 5e-4 * first:
+        if _same(a[part], b[part]):
             same = f"{what} in the same time" if part == "request" else f"the same time for {what}"
             yield f"{name} {verb} {same}, {format_time(second)} in the mean"
         elif part == "request":

@@ -231,6 +231,14 @@ def test_fewest_gpus_serve_a_rate_that_fewer_do_not():
     assert told(many)["fewest GPUs"] == "6 of 8: 1P tp1 : 1D tp1, 3 copies"
 
 
+@pytest.mark.parametrize(
+    ("nodes", "why"), [(1, "2 GPUs on nodes of two kinds are more"), (2, "backend=fast works within a node only")]
+)
+def test_another_kind_of_prefill_that_cannot_serve_is_refused(nodes, why):
+    with pytest.raises(ConfigError, match=f"experiment.prefill_hw has 8xb200, which no deployment can use: {why}"):
+        search(prefill_hw=("8xb200",), hw=replace(EIGHT, nodes=nodes))
+
+
 def test_a_price_is_spread_over_the_tokens():
     result = search(rate=20.0, hw=replace(EIGHT, price=2.0))
     tokens, cost = result.values["capacity_tokens_per_gpu"], result.values["capacity_cost"]

@@ -111,6 +111,16 @@ def test_the_difference_of_two_runs_is_a_sentence_with_numbers(runs):
     assert [line.partition(" the same time")[0] for line in same] == ["B serves a request in", "B takes"]
 
 
+def test_no_part_of_an_equal_time_is_shown(runs, monkeypatch):
+    means = {folder: causes(folder) for folder in runs[:1]}
+    means[runs[1]] = {
+        part: {**values, "polling": values.get("polling", 0.0) + 1e-9} for part, values in means[runs[0]].items()
+    }
+    monkeypatch.setattr("pdsim.results.explain.causes", means.get)
+    _, (requests, _) = difference(runs)
+    assert {row[4] for row in requests.rows} == {"-"}
+
+
 def test_explain_names_what_helps_and_what_differs(runs, pdsim_says):
     first, second = map(str, runs)
     status, out, _ = pdsim_says("explain", first)
