@@ -287,6 +287,13 @@ def test_the_command_prints_runs_and_writes(tmp_path, pdsim_prints):
     assert "decode_batch: 64" in pdsim_prints("run", "--config-dir", ".", "--config-name", "mine", "--cfg", "job")
 
 
+def test_files_that_cannot_be_read_or_written_are_refused(tmp_path, pdsim_refuses):
+    (tmp_path / "image").write_bytes(b"\x89PNG")
+    assert "image: 'utf-8' codec can't decode byte 0x89" in pdsim_refuses("recipe", tmp_path / "image")
+    said = pdsim_refuses("recipe", "vllm serve Qwen/Qwen3-8B", "hw=1xh200", "-o", "/nowhere/mine.yaml")
+    assert "/nowhere/mine.yaml: No such file or directory; name a file that can be written with" in said
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -26,11 +26,7 @@ def read(path: Path, kind: str = "") -> list[Observed]:
 
     Raise a `ConfigError` that says what is missing if it is no such log, or has no request.
     """
-    try:
-        text = files.text(path)
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{path}: {why}; name a file that a client or a server has written") from error
+    text = files.given(path, "name a file that a client or a server has written")
     kind = kind or next((name for name, (sign, _) in FORMATS.items() if sign in text), "")
     if kind not in FORMATS:
         what = f"--format {kind} is not known" if kind else f"{path} is in no format that is recognised"

@@ -31,11 +31,7 @@ def read(path: Path, tool: str = "") -> Samples:
     Those of a foreign tool are of kind *published*.  A table of published numbers takes its source from the comments
     at its top.  Raise a `ConfigError` if it cannot be read, or if it holds no samples.
     """
-    try:
-        text = files.text(path)
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{path}: {why}; name a text file") from error
+    text = files.given(path, "name a text file")
     tool = tool or tool_of(text)
     if tool not in FORMATS:
         what = f"--format {tool} is not known" if tool else f"{path} is in no format that is recognised"

@@ -44,7 +44,10 @@ def diagnose(words: Sequence[str]) -> int:
     sources, overrides = [word for word in rest if "=" not in word], [word for word in rest if "=" in word]
     if not sources:
         raise ConfigError("diagnose needs a log, folder or URL; see pdsim diagnose --help")
-    texts = {source: _text(source) for source in sources}
+    texts = {
+        source: files.given(path, "name a text file") if (path := Path(source)).is_file() else ""
+        for source in sources
+    }
     if not (timed := [source for source, text in texts.items() if not _tells(text)]):
         raise ConfigError(f"{sources[0]} holds no times of transfers; name a log or a bench beside it")
     samples, config = _measured(timed[0], overrides, asked)
@@ -84,14 +87,6 @@ def diagnose(words: Sequence[str]) -> int:
     if fewer := _fewer(timings, model, line):
         terminal.show_lines(fewer)
     return 0
-
-
-def _text(source: str) -> str:
-    path = Path(source)
-    try:
-        return files.text(path) if path.is_file() else ""
-    except (OSError, UnicodeDecodeError):
-        return ""  # who reads its times says so
 
 
 def _tells(text: str) -> bool:

@@ -33,7 +33,8 @@ def observe(words: Sequence[str]) -> int:
         raise ConfigError(f"observe needs one file, got {len(names)}; see pdsim observe --help")
     overrides = [word for word in rest if "=" in word]
     path, kind, to = Path(names[0]), asked.get("--format", ""), asked.get("--to", Path())
-    if (tool := kind or _tool_of(path)) in importers.SERVED:
+    text = files.given(path, "name a file that a client or a server has written")
+    if (tool := kind or importers.tool_of(text)) in importers.SERVED:
         return _transfers(path, tool, to)
     requests = observed.read(path, kind)
     trace = make(to, "--to ") / f"{path.stem}.trace.jsonl"
@@ -47,13 +48,6 @@ def observe(words: Sequence[str]) -> int:
     terminal.show(folder)
     print(f"workload: {trace}")  # noqa: T201
     return 0
-
-
-def _tool_of(path: Path) -> str:
-    try:
-        return importers.tool_of(files.text(path))
-    except (OSError, UnicodeDecodeError):
-        return ""  # said by whoever reads it
 
 
 def _transfers(path: Path, tool: str, to: Path) -> int:

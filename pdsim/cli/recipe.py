@@ -13,6 +13,7 @@ from pdsim.core import files
 from pdsim.core.errors import ConfigError
 from pdsim.recipes import Recipe, servers, translated
 from pdsim.results.record import Table
+from pdsim.results.store import whole_file
 from pdsim.results.terminal import program, show_lines, show_table
 
 
@@ -32,7 +33,11 @@ def recipe(words: Sequence[str]) -> int:
         raise ConfigError(
             f"{lost[0]} is not a file; name one, or write a command line in quotes: 'vllm serve MODEL'"
         )
-    texts = [files.text(Path(word)) if Path(word).is_file() else word for word in rest if word not in own]
+    texts = [
+        files.given(Path(word), "name a text file") if Path(word).is_file() else word
+        for word in rest
+        if word not in own
+    ]
     if not texts:
         raise ConfigError("recipe needs a command line in quotes, or a file; see pdsim recipe --help")
     deployed = [server for text in texts for server in servers(text)]
@@ -42,7 +47,8 @@ def recipe(words: Sequence[str]) -> int:
     command = list(chosen.values())
     _show(made)
     if path := asked.get("--output"):
-        path.write_text(_yaml(command), encoding="utf-8")
+        with whole_file(path) as file:
+            file.write(_yaml(command).encode())
         show_lines(f"written: {path}; pdsim run --config-dir {path.parent} --config-name {path.stem}")
     if "--run" not in asked:
         from pdsim.config.compose import compose

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files that somebody else may have written: they are regular, bounded, and print nothing but text.
 
-Such files are opened here: by `regular` to be read line by line, by `whole` and `text` at once, by `yaml_text` as
-YAML, by `table` as CSV.  A file that is refused is an `OSError`, as one that cannot be read is.  `data` is where a
-checkout keeps its committed measurements.
+Such files are opened here: by `regular` to be read line by line, by `whole`, `text` and `given` at once, by
+`yaml_text` as YAML, by `table` as CSV.  A file that is refused is an `OSError`, as one that cannot be read is.
+`data` is where a checkout keeps its committed measurements.
 """
 
 import csv
@@ -72,16 +72,24 @@ def text(path: Path, most: int = _WHOLE) -> str:
     return whole(path, most).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
 
 
+def given(path: Path, way_out: str) -> str:
+    """Return the text of *path*, which a user named; raise a `ConfigError` that ends in *way_out* if it has none."""
+    try:
+        return text(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}; {way_out}") from error
+
+
 def table(path: Path, way_out: str) -> tuple[dict[str, str], list[dict[str, str]]]:
     """Return what the comments of the CSV file *path* say, ``# key: value``, and its rows by column.
 
     Raise a `ConfigError` that ends in *way_out* if it cannot be read, or has no rows.
     """
+    lines = given(path, way_out).splitlines()
     try:
-        lines = text(path).splitlines()
         rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}; {way_out}") from error
+    except csv.Error as error:
+        raise ConfigError(f"{path}: {error}; {way_out}") from error
     if not rows:
         raise ConfigError(f"{path} has no rows; {way_out}")
     comments = (line[1:].partition(": ") for line in lines if line.startswith("#"))
