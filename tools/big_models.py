@@ -19,7 +19,6 @@ the peaks that ``compute=roofline`` assumes; experts are loaded evenly.
 """
 
 import argparse
-import csv
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -27,7 +26,7 @@ from typing import NamedTuple
 from pdsim.compute.forward import forward_time
 from pdsim.compute.roofline import ForwardTime
 from pdsim.config.compose import compose
-from pdsim.core.files import data
+from pdsim.core.files import data, write_table
 from pdsim.models.llm import Side
 
 
@@ -95,10 +94,8 @@ def main() -> None:
     argparse.ArgumentParser(
         prog="python -m tools.big_models", description="Compute the table of big models."
     ).parse_args()
-    with data("reports", "big_models.csv").open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(("source", "side", "published", "modelled", "exchange hidden"))
-        writer.writerows(rows())
+    columns = ("source", "side", "published", "modelled", "exchange hidden")
+    write_table(data("reports", "big_models.csv"), columns, rows())
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from experiments.reports.claims import burst
 from experiments.serve import ServeOptions
 from experiments.serve import run as serve
 from pdsim.config import Config, ExperimentOptions
-from pdsim.core.files import data
+from pdsim.core.files import data, write_table
 from pdsim.core.progress import ShowProgress, silent
 from pdsim.hardware.machine import Machine
 from pdsim.models.llm import Llm, Parallel, Side
@@ -124,10 +124,7 @@ def verdict(reported: float, simulated: float, lowest: float, highest: float) ->
 
 def keep(rows: Iterable[FigureRow], path: Path) -> None:
     """Write *rows* to *path* as CSV; `kept` reads it again."""
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(FigureRow._fields)
-        writer.writerows(rows)
+    write_table(path, FigureRow._fields, rows)
 
 
 def kept() -> list[FigureRow]:

@@ -126,8 +126,7 @@ def read(path: Path) -> list[TransferPoint]:
 
 def write(path: Path, points: Sequence[TransferPoint]) -> None:
     """Write *points* to the CSV file *path*, as `read` takes it."""
-    lines = [",".join(TransferPoint._fields), *(",".join(map(str, point)) for point in points)]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    files.write_table(path, TransferPoint._fields, points, option="output=")
 
 
 def shuffled(points: Sequence[TransferPoint], seed: int) -> list[TransferPoint]:

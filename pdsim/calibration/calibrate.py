@@ -22,6 +22,7 @@ from pdsim.calibration.definition import Calibration, HeldOut, on_host
 from pdsim.calibration.robust import Floats, robust_fit
 from pdsim.calibration.samples import Sample, Samples
 from pdsim.calibration.transfers import FORMS, OF_READS, Fit, points_of
+from pdsim.core import files
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress, silent, within
 from pdsim.core.units import parse_time
@@ -285,9 +286,9 @@ def save(folder: Path, calibration: Calibration, samples: Samples, title: str) -
     text = yaml.dump(kept, Dumper=Dumper, default_flow_style=False, width=116, sort_keys=False)
     points.write(folder / f"{calibration.name}.csv", samples)
     path = folder / f"{calibration.name}.yaml"
-    temporary = path.with_name(f"{path.name}.part")
-    temporary.write_text(f"# {title}\n{text}", encoding="utf-8")
-    return temporary.replace(path)
+    with files.whole_file(path, "--to") as file:
+        file.write(f"# {title}\n{text}".encode())
+    return path
 
 
 def _plain(value: Any) -> Any:

@@ -9,7 +9,6 @@ job that is slow by a factor changes it by a root of that factor.
 
 from __future__ import annotations
 
-import csv
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -122,16 +121,8 @@ def _sample(label: str, flows: Sequence[Sequence[float]], jobs: Sequence[Sequenc
 
 def write(path: Path, samples: Samples) -> None:
     """Write *samples* to the CSV file *path*: what is about them as comments, then one row each, all digits."""
-    temporary = path.with_name(f"{path.name}.part")
-    try:
-        with temporary.open("w", encoding="utf-8", newline="") as file:
-            file.writelines(f"# {key}: {value}\n" for key, value in samples.about.items())
-            table = csv.writer(file, lineterminator="\n")
-            table.writerow(_NAMES)
-            table.writerows([_text(getattr(row, name)) for name in _NAMES] for row in samples.rows)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    rows = ([_text(getattr(row, name)) for name in _NAMES] for row in samples.rows)
+    files.write_table(path, _NAMES, rows, samples.about)
 
 
 def read(path: Path) -> Samples:
@@ -289,8 +280,5 @@ def write_points(path: Path, cells: Iterable[Cell], repeat: int) -> None:
 
     CSV, with the columns of `Cell` and ``repeat``; ``experiment=transfer experiment.points=FILE`` reads it.
     """
-    with path.open("w", newline="", encoding="utf-8") as file:
-        table = csv.writer(file, lineterminator="\n")
-        table.writerow((*Cell._fields, "repeat"))
-        for cell in cells:
-            table.writerow((*cell, repeats(cell, repeat) * _crowd(cell)))
+    rows = ((*cell, repeats(cell, repeat) * _crowd(cell)) for cell in cells)
+    files.write_table(path, (*Cell._fields, "repeat"), rows, option="output=")

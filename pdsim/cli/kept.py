@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from pdsim.core.errors import ConfigError, instead
+from pdsim.core.files import whole_file
 from pdsim.results import terminal
 from pdsim.results.kept import KeptRun, SloLimits, parse_slo
-from pdsim.results.store import make, whole_file
+from pdsim.results.store import make
 from pdsim.run import recovered
 from pdsim.sweep import best as ranking
 from pdsim.sweep import collect

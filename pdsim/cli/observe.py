@@ -15,7 +15,7 @@ from pdsim.cli.help import parse
 from pdsim.core import files, plugins
 from pdsim.core.errors import ConfigError
 from pdsim.results import terminal
-from pdsim.results.store import Run, make, whole_file
+from pdsim.results.store import Run, make
 
 
 def observe(words: Sequence[str]) -> int:
@@ -38,7 +38,7 @@ def observe(words: Sequence[str]) -> int:
         return _transfers(path, tool, to)
     requests = observed.read(path, kind)
     trace = make(to, "--to ") / f"{path.stem}.trace.jsonl"
-    with whole_file(trace, "--to") as file:
+    with files.whole_file(trace, "--to") as file:
         file.write(observed.trace(requests).encode())
     own = ["experiment=serve", "target=live", "live.url=http://observed", f"workload.trace={trace}"]
     config = compose([*overrides, *own])

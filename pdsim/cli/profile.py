@@ -9,8 +9,6 @@ the second is written, or with ``--compact`` the table itself, thinned, and a ch
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 import re
 import shlex
@@ -33,7 +31,6 @@ from pdsim.core import files
 from pdsim.core.errors import ConfigError, PdsimError
 from pdsim.results import record, store, terminal
 from pdsim.results.record import Table
-from pdsim.results.store import whole_file
 
 if TYPE_CHECKING:
     from pdsim.calibration.compaction import Summary
@@ -87,7 +84,9 @@ def profile(words: Sequence[str]) -> int:
         about, rows = files.table(source, "name a file that pdsim profile wrote")
     else:
         about, rows = _measured(models, where, config, command, asked)
-        _write_rows(path.with_name(f"{path.name}.csv"), about, rows)
+        written = path.with_name(f"{path.name}.csv")
+        files.write_table(written, list(rows[0]), (row.values() for row in rows), about)
+        print(f"profile: {written}")  # noqa: T201
     if find_spec("scipy") is None:
         elsewhere = "fit with pdsim profile --from FILE.csv where there is one"
         terminal.show_lines(f"not fitted: SciPy is missing; {elsewhere}")
@@ -142,17 +141,6 @@ def _measured(
         raise PdsimError("nothing could be measured; the lines above say why")
     source = f"{where.count} x {where.name}, PyTorch {where.torch}"
     return {"kind": "measured", "source": source, "command": command} | record.here(), rows
-
-
-def _write_rows(path: Path, about: Mapping[str, str], rows: Rows) -> None:
-    text = io.StringIO()
-    text.writelines(f"# {key}: {value}\n" for key, value in about.items())
-    table = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    table.writeheader()
-    table.writerows(rows)
-    with whole_file(path, "--to") as file:
-        file.write(text.getvalue().encode())
-    print(f"profile: {path}")  # noqa: T201
 
 
 def _installed(source: Path) -> Path:
@@ -310,7 +298,7 @@ def _write_choice(path: Path, title: str, head: Sequence[str], kernels: Kernels,
     lines = [f"# {title}", f"name: {path.name}", *head, "kernels:", *_block(kernels), "source: >-"]
     lines += textwrap.wrap(source, 116, initial_indent="  ", subsequent_indent="  ")
     path = path.with_name(f"{path.name}.yaml")
-    with whole_file(path, "--to") as file:
+    with files.whole_file(path, "--to") as file:
         file.write(("\n".join(lines) + "\n").encode())
     print(f"compute: {path}")  # noqa: T201
     return 0

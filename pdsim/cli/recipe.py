@@ -13,7 +13,6 @@ from pdsim.core import files
 from pdsim.core.errors import ConfigError
 from pdsim.recipes import Recipe, servers, translated
 from pdsim.results.record import Table
-from pdsim.results.store import whole_file
 from pdsim.results.terminal import program, show_lines, show_table
 
 
@@ -47,7 +46,7 @@ def recipe(words: Sequence[str]) -> int:
     command = list(chosen.values())
     _show(made)
     if path := asked.get("--output"):
-        with whole_file(path) as file:
+        with files.whole_file(path) as file:
             file.write(_yaml(command).encode())
         show_lines(f"written: {path}; pdsim run --config-dir {path.parent} --config-name {path.stem}")
     if "--run" not in asked:

@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that somebody else may have written: they are regular, bounded, and print nothing but text.
+"""Files of somebody else are regular, bounded, and print nothing but text; those that are written here are whole.
 
-Such files are opened here: by `regular` to be read line by line, by `whole`, `text` and `given` at once, by
+The former are opened here: by `regular` to be read line by line, by `whole`, `text` and `given` at once, by
 `yaml_text` as YAML, by `table` as CSV.  A file that is refused is an `OSError`, as one that cannot be read is.
-`data` is where a checkout keeps its committed measurements.
+`whole_file` and `write_table` write.  `data` is where a checkout keeps its committed measurements.
 """
 
 import csv
 import errno
 import gzip
+import io
 import os
 import re
 import stat
 import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from math import inf
 from pathlib import Path
+from typing import IO, Any
 
 from pdsim.core.errors import ConfigError
 
@@ -94,6 +98,54 @@ def table(path: Path, way_out: str) -> tuple[dict[str, str], list[dict[str, str]
         raise ConfigError(f"{path} has no rows; {way_out}")
     comments = (line[1:].partition(": ") for line in lines if line.startswith("#"))
     return {key.strip(): value.strip() for key, colon, value in comments if colon}, rows
+
+
+@contextmanager
+def whole_file(path: Path, option: str = "-o") -> Iterator[IO[bytes]]:
+    """Yield a file to write to, which is renamed to *path* once all of it is written.
+
+    Raise a `ConfigError` that names *option*, which the path was given with, if it cannot be written.
+
+    >>> from tempfile import mkdtemp
+    >>> page = Path(mkdtemp(), "page.html")
+    >>> with whole_file(page) as file:
+    ...     written, there = file.write(b"a page"), page.exists()
+    >>> there, page.read_bytes()
+    (False, b'a page')
+    """
+    straight = path.exists() and not path.is_file()  # /dev/stdout
+    part = path if straight else path.with_name(f"{path.name}.part")
+    try:
+        with part.open("wb") as file:
+            yield file
+        if not straight:
+            part.replace(path)
+    except BaseException as error:
+        if not straight and part.is_file():
+            part.unlink()
+        if isinstance(error, OSError):
+            raise ConfigError(f"{path}: {error.strerror}; name a file that can be written with {option}") from error
+        raise
+
+
+def write_table(
+    path: Path,
+    columns: Sequence[str],
+    rows: Iterable[Iterable[Any]],
+    about: Mapping[str, object] | None = None,
+    option: str = "--to",
+) -> None:
+    """Write the CSV file *path* as `table` reads it: *about* as comments, then *columns* and *rows*.
+
+    Raise as `whole_file`.
+    """
+    text = io.StringIO()
+    text.writelines(f"# {key}: {value}\n" for key, value in (about or {}).items())
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(rows)
+    with whole_file(path, option) as file:
+        file.write(text.getvalue().encode())
 
 
 def yaml_text(path: Path) -> str:

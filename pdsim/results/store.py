@@ -248,34 +248,6 @@ def make(folder: Path, named: str) -> Path:
     return folder
 
 
-@contextmanager
-def whole_file(path: Path, option: str = "-o") -> Iterator[IO[bytes]]:
-    """Yield a file to write to, which is renamed to *path* once all of it is written.
-
-    Raise a `ConfigError` that names *option*, which the path was given with, if it cannot be written.
-
-    >>> from tempfile import mkdtemp
-    >>> page = Path(mkdtemp(), "page.html")
-    >>> with whole_file(page) as file:
-    ...     written, there = file.write(b"a page"), page.exists()
-    >>> there, page.read_bytes()
-    (False, b'a page')
-    """
-    straight = path.exists() and not path.is_file()  # /dev/stdout
-    part = path if straight else path.with_name(f"{path.name}.part")
-    try:
-        with part.open("wb") as file:
-            yield file
-        if not straight:
-            part.replace(path)
-    except BaseException as error:
-        if not straight and part.is_file():
-            part.unlink()
-        if isinstance(error, OSError):
-            raise ConfigError(f"{path}: {error.strerror}; name a file that can be written with {option}") from error
-        raise
-
-
 def _reserve(output: Path, stem: str) -> tuple[Path, Path]:
     make(output, "output=")
     n = 1

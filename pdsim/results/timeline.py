@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from pdsim.core.errors import ConfigError
+from pdsim.core.files import whole_file
 from pdsim.results.kept import KeptRun
-from pdsim.results.store import whole_file
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -22,7 +22,6 @@ from pdsim.core.errors import ConfigError
 from pdsim.results import schema, terminal
 from pdsim.results.record import Table
 from pdsim.results.schema import Column
-from pdsim.results.store import whole_file
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -64,7 +63,7 @@ def write(folder: Path, rows: Sequence[Mapping[str, Any]], definitions: Mapping[
     """Write *rows*, of `Ledger`, to ``points.parquet`` in *folder* and return its path."""
     import pyarrow.parquet as pq
 
-    with whole_file(folder / POINTS, "output=") as file:
+    with files.whole_file(folder / POINTS, "output=") as file:
         pq.write_table(_arrow(rows, definitions), file, compression="zstd")
         file.flush()
         os.fsync(file.fileno())

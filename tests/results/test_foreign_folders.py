@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from pdsim.cli.main import main
-from pdsim.results.store import Run, whole_file
+from pdsim.core.files import whole_file
+from pdsim.results.store import Run
 from pdsim.validation.sealed import seal
 from pdsim.version import __version__
 from tests.support.configs import make_config, make_result
