@@ -182,10 +182,10 @@ def _fitted(config: Config, path: Path, rows: list[Row], title: str, models: Seq
 FUSED = {"norm": 0.65, "activation": 0.65, "rotary": 0.35}
 """Shares of the memory rate of what tables lack: an engine's kernels are fused, PyTorch's are not."""
 HOST = {
-    "vllm": {"layer_launch": 0.8e-3, "mixed_launch": 1.5e-3, "scale_launch": 20e-6, "prompt_host": 6e-3},
+    "vllm": {"layer_launch": 0.9e-3, "mixed_launch": 1.52e-3, "scale_launch": 20e-6, "prompt_host": 5e-3},
     "sglang": {"layer_launch": 0.57e-3, "mixed_launch": 1.14e-3, "prompt_host": 3.8e-3},
 }
-"""Host time of an eager prefill: vLLM's has the least error of TTFT's p50 in the loads of four hosts (data/live).
+"""Host time of an eager prefill: vLLM's has the least errors of TTFT in the loads of five hosts (data/live).
 
 SGLang's are single requests of 128 to 512 tokens on five hosts.  A product of 8 bits takes 20 us more (two hosts: 0
 and 21 where a load's short prompts were quickest).  *prompt_host* is what prompts take beyond their operators.

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Protocol, runtime_checkable
 
@@ -104,7 +104,7 @@ NORM_REDUCED = ("H100", "H200", "B200", "B300", "GB200", "GB300")
 _LONGEST = 64 << 8
 """Tokens of an iteration's prompts up to which one curve has all operators; beyond it experts' products split."""
 
-PIECE_LAUNCH = 300e-6
+PIECE_LAUNCH = 330e-6
 """Seconds in which a host launches a layer's attention and the CUDA graph around it: data/live, in-sample."""
 
 NETWORK_HOP = 5e-6
@@ -416,8 +416,7 @@ class OperatorForward:
 
     @cached_property
     def _by_tokens(self) -> tables.Curve:
-        fine = [round(64 * 2.0 ** (step / 16)) for step in range(1, 16 * 8 + 1)]
-        sizes = [*range(1, 65), *fine]
+        sizes = [*range(1, 65), *(round(64 * 2.0 ** (step / 16)) for step in range(1, 16 * 8 + 1))]
         assert sizes[-1] == _LONGEST
         seconds = [self._linear(size, 1, self.kernels.absorbed_prefill) for size in sizes]
         return tables.Curve(sizes, seconds, _LONGEST, "a forward without attention")
@@ -559,8 +558,7 @@ class OperatorForward:
             total += 2 * self._pointwise("norm", tokens, 2 * ranks)
             total += self._pointwise("rotary", tokens, 2 * (self._heads * model.rope_dim + model.latent_dim))
             total *= model.layers
-        small: Roof | None = self.kernels.activation
-        if small is None:
+        if (small := self.kernels.activation) is None:
             return total
         moved = Work(0.0, 4.0 * tokens * model.hidden + 16.0 * sequences * shape.vocabulary)
         return total + 6 * small.launch + small.seconds(moved, self.peaks)
@@ -621,6 +619,8 @@ class OperatorForward:
         roof: Roof | None = getattr(self.kernels, name)
         if roof is None:
             return 0.0
+        if name == "rotary" and self.graph_tokens and not self.twelve and (small := self.kernels.activation):
+            roof = replace(roof, launch=2 * small.launch)  # torch.compile: one with the norms, one stores rows
         # of norms a row is one tile, whose elements are added up one after the other
         work = Work(0.0, 2.0 * rows * width, depth=self.model.hidden if name == "norm" else 0.0)
         more = rows > 1 if name == "rotary" else name == "routing" and rows * self.model.experts_per_token > SORTED

@@ -133,6 +133,12 @@ def test_experts_and_8_bits_launch_more_kernels():
     assert whole(kernels=slow, model=narrow, graph_tokens=1).prefill([(0, 10)]) == 2.0  # torch.compile fuses it
 
 
+def test_torch_compile_leaves_rotary_two_kernels():
+    apart = replace(KERNELS, rotary=replace(ONE, launch=5e-6))
+    assert whole(kernels=apart).step(1) - whole(kernels=apart, graph_tokens=1).step(1) == pytest.approx(2 * 3e-6)
+    assert whole(kernels=apart, graph_tokens=1, twelve=True).step(1) == whole(kernels=apart).step(1)  # SGLang
+
+
 def test_tuned_experts_have_a_roof_of_their_own():
     mixed = replace(DENSE, experts=8, experts_per_token=2, hf_config={"moe_intermediate_size": 32})
     slow = replace(KERNELS, experts=ONE, experts_tuned=replace(ONE, launch=5e-6), routing=ONE)
