@@ -18,7 +18,7 @@ import numpy as np
 
 from experiments.faults.causes import Scenario
 from pdsim.core.errors import MessageError
-from pdsim.kv.messages import ROUTER, Submit, decode, instance_of
+from pdsim.kv.messages import ROUTER, ReadDone, Submit, decode, instance_of
 from pdsim.serving.deployment import Deployment
 from pdsim.sim.faults import Faults, Observer, Pause, Stale
 from pdsim.sim.model import Model
@@ -166,7 +166,7 @@ _OF_TIERS = {"MovePrefixes", "PrefixesWritten"}
 _OF_QUESTIONS = {"RoomLocations", "RoomQuery"}
 _NEVER = {"Ping", "Pong", "Stop", "Forwards"}  # at any time, at the end, and not beside checkers
 
-_OFTEN = {"Arrival": 2, "Destination": 2, "PrefillDone": 3, "ReadDone": 6, "ReadRequest": 3, "RegisterPool": 3}
+_OFTEN = {"Arrival": 2, "Destination": 2, "PrefillDone": 3, "ReadDone": 9, "ReadRequest": 3, "RegisterPool": 3}
 _OFTEN |= {"TransferDone": 2, "MovePrefixes": 4, "PrefixesWritten": 2, "StagingReply": 2, "StagingRequest": 2}
 """By how much more likely these are than others."""
 
@@ -209,6 +209,8 @@ class _Rehearsal(Observer):
         if kind == b"Submit":
             self._computed.submitted(cast("Submit", decode(payload)))
         heard = self.heard.get(kind)
+        if kind == b"ReadDone" and not (sender.startswith("decode") and cast("ReadDone", decode(payload)).nbytes):
+            return  # to which nobody waits for an answer
         if heard is not None and len(heard) < self._number:
             heard.append(_Heard(self.router.clock.now, sender, receiver, payload))
             if kind == self._first and len(heard) == self._number:
@@ -226,7 +228,8 @@ def at_moments(scenario: Scenario, random: np.random.Generator, others: Collecti
     number = 1 + int(10.0 ** random.uniform(0.0, np.log10(_MOST)))
     chances = random.random((2, 12)).tolist()
     lags, lag = random.random(2).tolist()
-    if lags < 0.3 and not scenario.faults.lagging:  # the message itself is late, or may be
+    # the message itself is late, or may be
+    if lags < 0.3 and not scenario.faults.lagging and kinds[0] != "ReadDone":
         # what the router sends after a `ConnectPeer` waits for it, and its ranks end if that is for a deadline
         most = scenario.job.deadline / 8 if kinds[0] == "ConnectPeer" else inf
         held = min(10.0 ** (-3.0 + 2.5 * lag), most)
@@ -247,7 +250,10 @@ def at_moments(scenario: Scenario, random: np.random.Generator, others: Collecti
     for turn, (what, who, which, after, again, rest, held, before, late, long, more, twice) in enumerate(chances):
         if turn and more < 0.6:
             break
-        at += 10.0 ** (-6.0 + 5.0 * after)
+        if not turn and _is_answered(moment):  # when it has come, and before it is
+            at += 5.5e-5 + 10.0 ** (-6.0 + 2.5 * after)
+        else:
+            at += 10.0 ** (-6.0 + 5.0 * after)
         leaves = at if who < 0.5 else 2 * moment.at - at  # just before the message, as often
         if what < 0.2 and not turn and (left := _leaves(moment, rehearsal.router, leaves)):
             cancels |= left
@@ -325,4 +331,11 @@ def _victim(scenario: Scenario, moment: _Heard, who: float, which: float) -> str
     own = [name for end in ends for name in scenario.job.ranks(instance_of(end))]
     every = [name for each in (*scenario.job.prefills, *scenario.job.decodes) for name in scenario.job.ranks(each)]
     of = ends if who < 0.65 else own if who < 0.85 else every
+    if who < 0.5 and _is_answered(moment):
+        of = [moment.receiver]
     return of[int(which * len(of))]
+
+
+def _is_answered(moment: _Heard) -> bool:
+    # Whether decode waits for prefill's word, if prefill looks what has been read.
+    return isinstance(decode(moment.payload), ReadDone)

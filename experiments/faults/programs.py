@@ -141,3 +141,11 @@ def misspeaking(rank: Rank, *, program: str, at: float, to: str, **arguments: An
     if rank.clock.now < at:
         rank.clock.call_at(at, lambda _: rank.channel.send(to, b"\x63what"), None)
     return (yield from getattr(import_module(module), name)(rank, **arguments))
+
+
+def short_of_memory(rank: Rank, *, runs: str, leaves: int, **arguments: Any) -> Program:
+    """Run the prefill program *runs* on a device of which others leave it so many bytes beside its pool."""
+    module, _, name = runs.partition(":")
+    device, own = rank.device, Deployment.from_plain(arguments["job"]).prefill_layout().size
+    device.allocate(device.capacity - device.used - own - leaves)
+    return (yield from getattr(import_module(module), name)(rank, **arguments))

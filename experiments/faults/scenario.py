@@ -20,6 +20,7 @@ from experiments.faults.causes import Causes, Scenario
 from experiments.faults.losses import DEADLINE, Draw, at_moments, drains, halved, losses, stale
 from experiments.faults.settings import (
     CHANGES,
+    FULL,
     GATHER_SIDES,
     LARGE,
     LAYERED_SIDES,
@@ -190,6 +191,12 @@ _WIDE_SIDES = (
     (Side(tp=1, instances=3), Side(tp=1, instances=3)),
     (Side(tp=1, cp=2, instances=2), Side(tp=2, instances=2)),
 )
+_REPLICAS = (  # of two heads
+    (Side(tp=1), Side(tp=4)),
+    (Side(tp=1, instances=2), Side(tp=4)),
+    (Side(tp=4), Side(tp=1)),
+    (Side(tp=4), Side(tp=1, instances=2)),
+)
 _STAGED_SIDES = (
     (Side(tp=2), Side(tp=1)),
     (Side(tp=1), Side(tp=2)),
@@ -286,6 +293,9 @@ def draw(
         config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
     if "layouts" in kinds:
         prefill, decode = chosen("layouts", _WIDE_SIDES)
+        if random("layouts.replicas").random() < 0.2:  # of heads, on several ranks of a side
+            prefill, decode = chosen("layouts.heads", _REPLICAS)
+            config = replace(config, model=replace(_LLM, kv_heads=2))
         config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
     if {"rings", "stages"} & {*kinds}:
         prefill, decode = chosen("rings", _SEVERAL_WRITERS if "stages" in kinds else _STAGED_SIDES)
@@ -305,6 +315,12 @@ def draw(
         prefill, decode = chosen("shares", SHARED_SIDES)
         config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
         config = replace(config, scheduler=replace(config.scheduler, chunk=6))
+    if config.model.hybrid.pattern != "a" and random("hybrid").random() < 0.4:  # of one kind of state
+        kind = chosen("hybrid.kind", ("aw", "am"))
+        state = replace(_HYBRID, pattern=kind, window=_HYBRID.window * ("w" in kind))
+        if "m" not in kind:
+            state = replace(state, conv_groups=(), conv_width=0, ssm_heads=0, ssm_head_elements=0)
+        config = replace(config, model=replace(_LLM, layers=3, hybrid=state))
     if "caches" in kinds and config.model.hybrid.pattern != "a":  # a prefix cache keeps no state beside KV
         config = replace(config, model=_LLM)
     both = config.parallel.prefill, config.parallel.decode
@@ -401,6 +417,10 @@ def draw(
         "held" in kinds and job.engine.handoff == "push" and not job.cache.decode
     ):  # what a reader holds has no contents to compare
         specs = [_holding(spec) for spec in specs]
+    full = FULL * (LARGE if "blocks" in kinds else 1)
+    if gathers and config.collective is not None and config.collective.pool == full:
+        last = list(job.ranks(job.prefills[0]))[-1]  # of its group
+        specs = [_short(spec, full) if spec.name == last else spec for spec in specs]
     if "nodes" in kinds:
         faults = replace(faults, squeezes=tuple(_beside(squeeze, specs) for squeeze in faults.squeezes))
     if "runs" in kinds:
@@ -611,6 +631,11 @@ def _lagging(random: np.random.Generator, stages: bool) -> tuple[bytes, ...]:
 def _holding(spec: RankSpec) -> RankSpec:
     decode = instance_of(spec.name).startswith("decode")
     return replace(spec, program="experiments.faults.programs:decode") if decode else spec
+
+
+def _short(spec: RankSpec, pool: int) -> RankSpec:
+    arguments = dict(spec.arguments) | {"runs": spec.program, "leaves": pool * 7 // 8}
+    return replace(spec, program="experiments.faults.programs:short_of_memory", arguments=arguments)
 
 
 def _beside(squeeze: Squeeze, specs: Sequence[RankSpec]) -> Squeeze:

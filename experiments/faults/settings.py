@@ -48,6 +48,9 @@ LAYERED_SIDES = (  # some ranks write nothing: of latent models, and of context-
 )
 """Prefill and decode."""
 
+FULL = 1 << 16
+"""Bytes of a symmetric pool for which one rank has not enough memory, and enough to gather without it."""
+
 _ROUTES = "least_tokens", "power_of_two", "round_robin", "transfer_aware"
 _LINES = CollectiveModel(path="nvlink", pattern="ring", latency=1e-4, step=2e-5, rate=2e6)
 LIBRARY = Collective(
@@ -205,6 +208,12 @@ def hosted(job: Deployment, random: np.random.Generator) -> Deployment:
         decode=_costs(random),
         packed=bool(random.random() < 0.5) and not job.staging,
     )
+    holds, notice, stall = random.random(3).tolist()
+    if holds < 0.5:  # what comes holds decode's scheduler
+        handoff = replace(
+            job.handoff, notice=10.0 ** (-6.0 + 2.5 * notice), metadata_stall=10.0 ** (-5.0 + 2 * stall)
+        )
+        job = replace(job, handoff=handoff)
     return replace(job, engine=engine)
 
 
@@ -240,9 +249,9 @@ def gathering(config: Config, sides: tuple[Side, Side], large: int, random: np.r
     """
     if config.parallel.prefill.cp == 1:
         config = replace(config, parallel=Parallel(prefill=sides[0], decode=sides[1]))
-    memory, (small, grow) = MEMORIES[int(random.integers(len(MEMORIES)))], random.random(2).tolist()
+    memory, (small, grow, full) = MEMORIES[int(random.integers(len(MEMORIES)))], random.random(3).tolist()
     lines = replace(_LINES, rate=large * _LINES.rate)
-    pool = large * (1 << 8, 1 << 11, LIBRARY.pool)[int(3 * small)]
+    pool = large * (1 << 8, 1 << 11, LIBRARY.pool)[int(3 * small)] if full < 0.7 else large * FULL
     library = replace(LIBRARY, plain=lines, symmetric=lines, pool=pool, grow=grow < 0.5)
     return replace(config, collective=library, kv=replace(config.kv, gather=memory))
 
@@ -279,6 +288,9 @@ def cached(
             prefetch=str(prefetch),
             prefetch_timeout=0.01,
         )
+    routes, pairs = random.random(2).tolist()
+    if routes < 0.4:
+        job = replace(job, policy="first_token" if pairs < 0.5 else "cache_aware")
     return replace(job, cache=cache, staging=None if cache.decode else job.staging), alike
 
 
@@ -295,7 +307,7 @@ def tiered(
         prefill=True,
         # what has left host memory, where that is small, is below
         host=int(LONGEST[0] * ((1 + 2 * size) if small < 0.5 else (0.3 + 0.7 * size))),
-        ssd=int(LONGEST[0] * (1 + 3 * ssd / 0.6)) if ssd < 0.6 else 0,
+        ssd=int(LONGEST[0] * (1 + 3 * ssd / 0.8)) if ssd < 0.8 else 0,
         remote=int(LONGEST[0] * (1 + 3 * remote / 0.6)) if remote < 0.6 else 0,
         write="through" if write < 0.6 else "selective",
         prefetch=("none", "best_effort", "timeout", "wait_complete")[int(4 * prefetch)],
@@ -379,6 +391,8 @@ def used(
             request = request._replace(arrival=0.05 * earlier, after=int(number * earlier))
         changed.append(request)
     engine = replace(job.engine, proxy=10.0 ** (-3.5 + 2.0 * slow) if slow < 0.7 else job.engine.proxy)
+    if random.random() < 0.3:
+        engine = replace(engine, scheduler="priority")
     job = replace(
         job,
         engine=engine,

@@ -192,6 +192,8 @@ def _decodes(scheduler: Any, with_pages: set[int]) -> Wrong:  # noqa: ARG001
     own = Counter((room.state, number) for number, room in rooms.items() if room.state in places)
     if where != own:
         yield "I12", f"rooms are {sorted(own - where)}, and kept as {sorted(where - own)}"
+    if lost := [number for number, room in unseen.items() if room.request.prefill not in scheduler.engine.peers]:
+        yield "I12", f"rooms {sorted(lost)} are read, and wait for the word of an instance that is over"
     waiting = {n for n, room in rooms.items() if room.state == "reserved"} | unseen.keys()
     yield from _timed(scheduler.timers, waiting)
     queued = Counter(request.room for request in scheduler._queue)

@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
-from pdsim.kv.messages import ROUTER
+from pdsim.kv.messages import ROUTER, rank_name
 from pdsim.kv.pages import PrefixPagePool, SlotPool
+from pdsim.serving.prefill import PrefillWorker
 from pdsim.serving.router import Router
 
 _NOT_STATE = frozenset(
@@ -117,6 +118,14 @@ class LeakChecker:
         if known is not None and known.alive(member.incarnation):
             for peer in [peer for peer in member.peers if not known.alive(peer)]:
                 self._report("I8", f"{name} still knows {peer}, which is over, when all is over")
+        if isinstance(member.worker, PrefillWorker):
+            grid = member.job.prefill
+            first = self._members[rank_name(member.instance, grid.rank(*grid.at(member.index)[:2]))]
+            own, its = (one.rank.device.symmetric.reserved for one in (member, first))
+            if first.incarnation == member.incarnation and own != its:
+                self._report(
+                    "I8", f"{name} has reserved {own} bytes of symmetric memory, and {first.rank.name} {its}"
+                )
         for what, count in _gauges(member):
             if count:
                 self._report("I8", f"{name}{what} is {count} when all is over")

@@ -36,6 +36,7 @@ from pdsim.results.record import Result
 from pdsim.serving.block_manager import BlockManager
 from pdsim.serving.decode import DecodeScheduler
 from pdsim.serving.forward_runs import ForwardRuns
+from pdsim.serving.handoff.pull import PullDecodeLeader
 from pdsim.serving.handoff.push import PushDecode, PushPrefill
 from pdsim.serving.prefill import PrefillScheduler, PrefillWorker
 from pdsim.serving.rank_process import InstanceScheduler, PeerFence
@@ -200,6 +201,11 @@ def faster(original: Any, *path: Any) -> tuple[float, Any]:
     return 1.01 * rate, links
 
 
+def fails_rooms_alone(self: PullDecodeLeader, incarnation: str) -> None:
+    for room in [room for room in self._scheduler.rooms.values() if room.request.prefill == incarnation]:
+        self._scheduler.fail(room)
+
+
 DEFECTS = [
     # D11: slots of a room whose writer was silent, and given up, when it asked
     (101759, 6, "late silences", (PushDecode, "_ask", answers_any), "I8"),
@@ -221,6 +227,8 @@ DEFECTS = [
     # a chunk that was all there waited for the next one; blocks of a forgotten room stayed in the ring
     (96, 12, "stages", (StagingReceiver, "_waiting", waits_for_all_chunks), "I12"),
     (49, 30, "aborts late broken stages", (StagingReceiver, "forget", keeps_blocks), "I8"),
+    # a room that was read waited for the word of a prefill instance that was lost before it looked
+    (105, 12, "pulls moments", (PullDecodeLeader, "drop", fails_rooms_alone), "I12"),
 ]
 """Seed, requests and kinds of faults that show what a fix is for, the method without it, and what it breaks."""
 
@@ -435,7 +443,7 @@ NOT_DRAWN = {
     "decode_policy, autoscale": "who chooses, and when instances start: tests/serving",
     "rates": "of the router alone, before a request is sent out: tests/serving",
     "handoff.pool, handoff.decode_cache": "where memory is and who may cache, which no model tells",
-    "handoff.handover, handoff.notice, handoff.metadata_stall": "lengths of steps, which other times vary",
+    "handoff.handover": "lengths of steps, which other times vary",
     "checked": "all contents are checked",
     "kv_dtype": "bytes are drawn with the models",
     "engine.name, engine.scheduler_options, engine.measured_on, engine.sources": "words, options from outside",

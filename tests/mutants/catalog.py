@@ -40,7 +40,7 @@ from pdsim.serving.rank_process import EngineRank
 from pdsim.serving.settings import ServingEngine
 from pdsim.serving.steps import RunningBatch
 from pdsim.sim.endpoint import SimEndpoint
-from pdsim.sim.memory import SimBuffer
+from pdsim.sim.memory import SimBuffer, SymmetricPool
 from pdsim.sim.posting import SendQueue
 from pdsim.transfer import Transfer
 from tests.mutants.members import MEMBERSHIP
@@ -645,6 +645,9 @@ MUTANTS = (
     Mutant("C15", "the time limits of rooms never begin", "I15", ((Timers, "add", nothing),),
            lambda s: bool(s.job.bootstrap_timeout or s.job.waiting_timeout)),
     Mutant("C16", "memory that a transfer has used stays held", "I8", ((SimBuffer, "release", nothing),)),
+    Mutant("C19", "ranks that had room for symmetric memory keep it though another had none", "I8",
+           ((SymmetricPool, "give_back", nothing),),
+           lambda s: any(spec.program.endswith("short_of_memory") for spec in s.specs)),
 )  # fmt: skip
 
 IMPOSSIBLE = {
