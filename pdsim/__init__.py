@@ -40,6 +40,8 @@ def simulate(*words: str | DictConfig, **choices: object) -> KeptRun:
     asked = [word for word in words if isinstance(word, str)]
     asked += [f"{key}={_written(value)}" for key, value in choices.items()]
     composed = [word for word in words if not isinstance(word, str)]
+    if composed and type(composed[0]).__name__ != "DictConfig":
+        raise ConfigError(f"simulate takes words, got {composed[0]!r:.60}; write simulate(*words) or (**choices)")
     if composed and (asked or len(composed) > 1):
         raise ConfigError(f"{(*asked, 'another')[0]} beside a composed configuration; compose that with it")
     _, folder = run(compose.typed(composed[0]) if composed else compose.compose(asked), asked, quiet=True)

@@ -64,6 +64,8 @@ def test_a_configuration_of_hydra_is_refused_in_pdsims_words(pdsim_says):
     cfg = composed("+hw.gpuss=3", *QUICK)
     with pytest.raises(ConfigError, match=r"unknown key hw\.gpuss; did you mean hw\.gpus"):
         pdsim.simulate(cfg)
+    with pytest.raises(ConfigError, match=r"simulate takes words, got \['seed=1'\]; write simulate\(\*words\)"):
+        pdsim.simulate(["seed=1"])
     with pytest.raises(ConfigError, match="seed=1 beside a composed configuration"):
         pdsim.simulate(cfg, seed=1)
     assert (

@@ -274,8 +274,9 @@ async def _json(opened: Any, server: LiveServer, path: str, *, required: bool = 
     except UNREADABLE as error:
         status = f"no JSON: {error}"
     except (aiohttp.ClientError, OSError) as error:
+        cause = getattr(error, "os_error", error)  # without what aiohttp says of SSL
         raise BackendUnavailable(
-            f"{server.name} at {_shown(server.url)} does not answer: {error or type(error).__name__}; start it, or "
+            f"{server.name} at {_shown(server.url)} does not answer: {cause or type(error).__name__}; start it, or "
             "correct its address"
         ) from None
     if required:

@@ -179,7 +179,10 @@ def _fetched(url: str, tool: str) -> list[Sample]:
     with NamedTemporaryFile(suffix=".txt") as file:
         file.write(text)
         file.flush()
-        return list(importers.read(Path(file.name), tool).rows)
+        try:
+            return list(importers.read(Path(file.name), tool).rows)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(file.name, url)) from error
 
 
 def _over_tcp(config: Config, overrides: Sequence[str], asked: Mapping[str, Any], at: str) -> EngineModel | None:

@@ -25,7 +25,7 @@ import pdsim
 from pdsim.cli import help as usage
 from pdsim.cli.process import begun, only_json, terminable
 from pdsim.core import plugins
-from pdsim.core.errors import ConfigError, PdsimError, instead, near, within
+from pdsim.core.errors import BackendUnavailable, ConfigError, PdsimError, instead, near, within
 from pdsim.core.files import data, printable
 
 if TYPE_CHECKING:
@@ -389,7 +389,8 @@ def _explained(error: BaseException) -> int:
     text = " ".join([str(error), *(f"({note})" for note in getattr(error, "__notes__", ()))])
     hint = "make room, or name a folder elsewhere" if "No space left" in text else "--debug shows where"
     more = "" if isinstance(error, PdsimError) else f"; {hint}"
-    return _fail(1, f"{type(error).__name__}: {' '.join(text.split())}{more}")
+    kind = "" if isinstance(error, BackendUnavailable) else f"{type(error).__name__}: "
+    return _fail(1, f"{kind}{' '.join(text.split())}{more}")
 
 
 def _check_packages() -> None:

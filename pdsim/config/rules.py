@@ -642,10 +642,12 @@ def _model(config: Config, name: str, side: Side) -> Iterator[str]:
         return
     share, usable = weight_bytes(model, side), gpu.memory * config.scheduler.memory_fraction
     if share >= usable:
+        most = 0.9  # of the memory, which servers rarely exceed
+        more = f"set scheduler.memory_fraction={most}, " if share < gpu.memory * most else ""
         yield (
             f"model={model.name} puts {format_size(share)} of weights on each GPU at parallel.{name}.tp={tp}, "
             f"and {format_size(usable)} of {config.hw.name}'s {gpu.name} are usable (scheduler.memory_fraction="
-            f"{config.scheduler.memory_fraction}); raise tp or choose a smaller model (pdsim list model)"
+            f"{config.scheduler.memory_fraction}); {more}raise tp or choose a smaller model (pdsim list model)"
         )
     elif share + config.kv.pool > usable:
         yield (

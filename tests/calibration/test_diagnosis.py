@@ -12,8 +12,10 @@ import pytest
 from backends.emulation.link.emulated_link import missing_requirements
 from pdsim.calibration.diagnosis import EXPECTED, Explanation, explanations, timings
 from pdsim.calibration.samples import Sample
+from pdsim.cli import diagnose
 from pdsim.cli.main import main
 from pdsim.config.compose import compose
+from pdsim.core.errors import ConfigError
 from pdsim.core.files import data
 from pdsim.hardware.costs import EngineModel
 from tests.support.engines import MARKED
@@ -223,7 +225,7 @@ def test_metrics_of_a_server_are_read_from_its_address(tmp_path, diagnosed):
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(METRICS.encode())
+            self.wfile.write(METRICS.encode() if self.path == "/metrics" else b"<html>")
 
         def log_message(self, *_: object) -> None: ...
 
@@ -232,6 +234,8 @@ def test_metrics_of_a_server_are_read_from_its_address(tmp_path, diagnosed):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/metrics"
         own = diagnosed(url, "hw=8xh100", "backend=nixl_vllm")
+        with pytest.raises(ConfigError, match=f"{url}s is in no format that is recognised; name one with --format"):
+            diagnose.diagnose([f"{url}s"])
         server.shutdown()
     (row,) = own["transfers"]
     sample = row["sample"]

@@ -123,7 +123,8 @@ def test_a_server_that_dies_and_returns_leaves_rows_with_reasons(make_llama, ser
 
 def test_nobody_at_the_address_is_said_before_anything_is_sent(serve):
     url = f"http://user:secret@127.0.0.1:{free_port()}"
-    with pytest.raises(BackendUnavailable, match=r"server0 at http://127\.0\.0\.1:\d+ does not answer") as caught:
+    told = r"server0 at http://127\.0\.0\.1:\d+ does not answer: \[Errno 111\] Connect call failed"
+    with pytest.raises(BackendUnavailable, match=told) as caught:
         serve(config(f"live.url={url}"), Request(0.0, 10, 2))
     assert "secret" not in str(caught.value)
 
