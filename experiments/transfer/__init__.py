@@ -30,6 +30,7 @@ from experiments.transfer.points import (
     tables,
 )
 from pdsim.config import Config, ExperimentOptions
+from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
 from pdsim.core.units import NotNegativeInt, PositiveInt, Seconds, Size
 from pdsim.results.record import Result
@@ -71,7 +72,7 @@ class TransferOptions(ExperimentOptions):
     verify: bool = True  # compare checksums at the receiver, where memory has contents
 
     def list_points(self) -> list[TransferPoint]:
-        """Return the points, each once and with its repeats; raise a `ValueError` for a file that cannot be read."""
+        """Return the points, each once and with its repeats; raise a `ConfigError` if a file cannot be read."""
         points = read(Path(self.points)) if self.points else self._combinations()
         return list({point.label: self._limited(point) for point in points}.values())
 
@@ -93,7 +94,7 @@ def check(config: Config) -> Iterator[str]:
     try:
         options = TransferOptions.of(config)
         points = options.list_points()
-    except ValueError as error:
+    except ConfigError as error:
         yield str(error)
         return
     hw, placement = config.hw, options.placement

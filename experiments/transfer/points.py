@@ -103,24 +103,21 @@ def region_bytes(rank: str, points: Sequence[TransferPoint], ranks: int) -> int:
 def read(path: Path) -> list[TransferPoint]:
     """Return the points of the CSV file *path*, with the fields of `TransferPoint` as columns, others ignored.
 
-    Lines that begin with ``#`` are comments; sizes may have units, ``64KiB``.  Raise a `ValueError` with the number
+    Lines that begin with ``#`` are comments; sizes may have units, ``64KiB``.  Raise a `ConfigError` with the number
     of the row if it cannot be read, lacks a column, or holds what cannot be.
     """
     columns = TransferPoint._fields
-    try:
-        lines = files.text(path).splitlines(keepends=True)
-        rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
-    except OSError as error:
-        raise ValueError(f"experiment.points={path}: {error.strerror}; name a CSV file of points") from error
+    lines = files.given(path, "name a CSV file of points", "experiment.points=").splitlines(keepends=True)
+    rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
     points, hints = [], hints_of(TransferPoint)
     for number, row in enumerate(rows, 1):
         words = {name: text for name, text in row.items() if name in columns and text}
         try:
             points.append(TransferPoint(**{name: convert(hints[name], words[name], name) for name in words}))
         except (TypeError, ValueError, ConfigError) as error:
-            raise ValueError(f"experiment.points={path}, row {number}: {error}") from error
+            raise ConfigError(f"experiment.points={path}, row {number}: {error}") from error
     if not points:
-        raise ValueError(f"experiment.points={path} has no points; it needs the columns {', '.join(columns)}")
+        raise ConfigError(f"experiment.points={path} has no points; it needs the columns {', '.join(columns)}")
     return points
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from experiments.jobs import refuse
+from experiments.transfer.points import read as read_points
 from experiments.validate.steps import Design, adopt, check_same, design_of, expect, measure, parts, problems, take
 from pdsim.config import Config, ExperimentOptions
 from pdsim.core.errors import ConfigError
@@ -75,6 +76,11 @@ def check(config: Config) -> Iterator[str]:
         yield f"experiment.predict=only with experiment.stored={options.stored}: set predict=now, or leave it out"
     if options.ranks == 1:
         yield "experiment.ranks=1: no bytes go from a rank to itself; set 2 or more, or 0 for a rank a GPU"
+    if options.points:
+        try:
+            read_points(Path(options.points))
+        except ConfigError as error:
+            yield str(error)
 
 
 def run(config: Config, target: Target, progress: ShowProgress, folder: Path) -> Result:

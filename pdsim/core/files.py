@@ -76,12 +76,15 @@ def text(path: Path, most: int = _WHOLE) -> str:
     return whole(path, most).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
 
 
-def given(path: Path, way_out: str) -> str:
-    """Return the text of *path*, which a user named; raise a `ConfigError` that ends in *way_out* if it has none."""
+def given(path: Path, way_out: str, key: str = "") -> str:
+    """Return the text of *path*, which a user named; raise a `ConfigError` that ends in *way_out* if it has none.
+
+    *key* is what the path was given with, such as ``workload.trace=``.
+    """
     try:
         return text(path)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}; {way_out}") from error
+        raise ConfigError(f"{key}{path}: {getattr(error, 'strerror', None) or error}; {way_out}") from error
 
 
 def table(path: Path, way_out: str) -> tuple[dict[str, str], list[dict[str, str]]]:

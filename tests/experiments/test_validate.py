@@ -191,6 +191,7 @@ def test_predictions_of_another_system_are_refused(tmp_path):
     ("target", "options", "message"),
     [
         ("model", {}, r"set target=real, or experiment\.stored=FOLDER"),
+        ("real", {"points": "/no.csv"}, "experiment.points=/no.csv: No such file or directory; name a CSV file"),
         ("real", {"ranks": 1}, "experiment.ranks=1: .*; set 2 or more, or 0 for a rank a GPU"),
         ("real", {"expected": "a", "stored": "b"}, "expected=a is of a run that measures; leave it out with"),
         ("real", {"expected": "a", "predict": "only"}, "expected=a is of a run that measures; leave it out with"),
