@@ -167,7 +167,8 @@ class Launches:
         at, posts = (max(begin, launched), number) if launched < over else (acts, number + (launched < acts))
         if self._costs is None:
             self._costs = scheduler.host.ahead_of(len(run.message.more) - self._chosen)
-        step, launch = (each[number - self._chosen] for each in self._costs)
+        steps, launches = self._costs
+        step, launch = steps[number - self._chosen], launches[number - self._chosen]
         posting = scheduler.worker.posts.due(at) + posts - bisect_right(run.turns, at, run.passed, posts)
         beside = costs.posted_beside + costs.posted_more * (posting - 1) if posting else 0.0
         del self._choices[number:], self._ends[number + 1 :]

@@ -351,8 +351,9 @@ class ScheduledComputations:
                 message = leader.ends[begun] + self._latency
             arrives = min(end, message)
             last = host.acts_at(arrives, last)
-            times.append(arrives)
-            acts.append(last)
+            if self._sleeps:
+                times.append(arrives)
+                acts.append(last)
             if end <= message:
                 over.append(end)
                 ends.append(last)
