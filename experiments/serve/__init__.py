@@ -493,7 +493,7 @@ def result(
     requests = RequestTable.of(requests)
     columns = request_columns(requests, value)
     offered = offered or offered_load(what, requests)
-    columns["path"], taken = tables.paths(len(requests), outcome)
+    columns["path"], taken, moving = tables.moved(len(requests), outcome)
     columns |= tables.cached(outcome, len(requests))
     if requests.priority is not None and requests.priority.any():
         columns["priority"] = ArrayColumn(requests.priority)
@@ -528,7 +528,7 @@ def result(
             *more[2],
             *scaled_parts[2],
             *tenants[1],
-            *tables.notes(columns, config.workload, what, outcome, len(requests)),
+            *tables.notes(columns, config.workload, what, outcome, moving),
             *tables.path_notes(outcome),
         ],
         outcome=outcome,

@@ -2,12 +2,12 @@
 """From what became of each request to columns, metrics, tables and notes of the experiment `serve`.
 
 A column has one value a request, None or NaN where a request did not live to see it.  `experiments.serve.live_run`
-uses the same functions, so that simulated and real runs have the same names.  `paths` says which way the KV of each
+uses the same functions, so that simulated and real runs have the same names.  `moved` says which way the KV of each
 request went, from the labels of its transfers.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from heapq import nsmallest
 from itertools import pairwise
 from typing import Any
@@ -458,33 +458,13 @@ transfer lasts 500 ms
     return f"TTFT: {format_time(sum(means))} on average{few} = {' + '.join(parts)} to its first token{own}"
 
 
-def moving_times(outcome: Outcome, count: int) -> Floats:
-    """Return for each of *count* requests the seconds from its first write posted to the last seen complete.
-
-    NaN where nothing was written.  A request that was sent out anew counts from its first try.
-    """
-    first, last = np.full(count, np.inf), np.full(count, -np.inf)
-    for log in logs(joined(rank.transfers for rank in outcome.ranks.values())):
-        for columns in log.columns():
-            label = columns["label"]
-            rooms = np.array(
-                [int(word.split("/")[0]) - 1 if word and "/" in word else -1 for word in label.words or ()]
-            )
-            request = rooms[label.values]
-            of = request >= 0
-            np.minimum.at(first, request[of] % count, columns["submitted"].values[of])
-            np.maximum.at(last, request[of] % count, columns["seen"].values[of])
-    return np.where(last >= first, last - first, np.nan)
-
-
-def notes(table: Columns, workload: Workload, job: Deployment, outcome: Outcome, count: int) -> list[str]:
+def notes(table: Columns, workload: Workload, job: Deployment, outcome: Outcome, moving: Floats) -> list[str]:
     """Return the notes that belong to the numbers, a sentence each; the last is the size of KV.
 
-    *table* has some or all of the *count* requests of the workload.
+    *table* has some or all of the requests of the workload, *moving* the seconds of each as `moved` has them.
     """
     steady = _steady(table, workload)
-    moving = moving_times(outcome, count)[_numbers(steady["id"])]
-    lines = [line for line in (first_token(steady, moving),) if line]
+    lines = [line for line in (first_token(steady, moving[_numbers(steady["id"])]),) if line]
     if len(steady["id"]) < len(table["id"]):
         lines.append(
             f"latencies and SLO are those of {len(steady['id'])} of {len(table['id'])} requests: "
@@ -506,43 +486,41 @@ def notes(table: Columns, workload: Workload, job: Deployment, outcome: Outcome,
 # --- paths of the KV -----------------------------------------------------------------------------------------------
 
 
-def paths(count: int, outcome: Outcome) -> tuple[list[str | None], list[list[Any]]]:
-    """Return the paths of each of *count* requests in *outcome*, and rows of path, writes, bytes and descriptors.
+def moved(count: int, outcome: Outcome) -> tuple[ArrayColumn, list[list[Any]], Floats]:
+    """Return how the KV of each of *count* requests in *outcome* moved: paths, totals of each path, and seconds.
 
-    A request's are joined by ``+``, metadata only if alone; None if nothing was written.  Counted are all writes,
-    failed ones included, over all ranks.  Labels are ``room/chunk/path``.
+    A request's paths are joined by ``+``, metadata only if alone; None if nothing was written.  Totals are rows of
+    path, writes, bytes and descriptors, failed writes included, over all ranks.  Seconds are from the first write
+    posted to the last seen complete, NaN where nothing was written; a request that was sent out anew counts from its
+    first try.  Labels are ``room/chunk/path``, without ``/`` those of an all-gather of context-parallel ranks.
     """
-    taken, totals = [""] * count, dict[str, list[int]]()
+    codes = {path: code for code, path in enumerate(PATHS)}
+    taken, totals = np.zeros(count, np.uint8), np.zeros((len(PATHS), 3), np.int64)
+    first, last = np.full(count, np.inf), np.full(count, -np.inf)
     for log in logs(joined(rank.transfers for rank in outcome.ranks.values())):
-        _count(log.runs(), taken, totals)
-    names: dict[str, str | None] = {}
-    for each in set(taken):
-        own = set(each.split("+"))
-        names[each] = "+".join(path for path in PATHS if path in (own - {"metadata"} or own)) or None
-    return [names[each] for each in taken], [[path, *totals[path]] for path in PATHS if path in totals]
-
-
-def _count(
-    runs: Iterable[tuple[int, str, int, int, int]], requests: list[str], totals: dict[str, list[int]]
-) -> None:
-    for _, label, nbytes, descriptors, count in runs:
-        if "/" not in label:  # an all-gather of context-parallel ranks
-            continue
-        room, _, path = label.split("/")
-        total = totals.get(path)
-        if total is None:
-            total = totals[path] = [0, 0, 0]
-        total[0] += count
-        total[1] += nbytes * count
-        total[2] += descriptors * count
-        number = (int(room) - 1) % len(requests)  # a request that is sent out anew has another room
-        taken = requests[number]
-        if path not in taken:  # most rooms take one path, so its very name is kept
-            requests[number] = f"{taken}+{path}" if taken else path
+        for columns in log.columns():
+            label = columns["label"]
+            words = [(word or "").split("/") for word in label.words or ()]
+            rooms = np.array([int(word[0]) if len(word) > 1 else 0 for word in words])[label.values]
+            path = np.array([codes[word[2]] if len(word) > 1 else 0 for word in words])[label.values]
+            of = rooms > 0
+            request, path = (rooms[of] - 1) % count, path[of]  # one that is sent out anew has another room
+            np.bitwise_or.at(taken, request, np.left_shift(1, path).astype(np.uint8))
+            np.minimum.at(first, request, columns["submitted"].values[of])
+            np.maximum.at(last, request, columns["seen"].values[of])
+            amounts = (np.ones_like(path), *(columns[name].values[of] for name in ("nbytes", "descriptors")))
+            for code in np.unique(path).tolist():
+                totals[code] += [int(amount[path == code].sum()) for amount in amounts]
+    names: list[str | None] = []
+    for each in range(1 << len(PATHS)):
+        own = {path for path, code in codes.items() if each >> code & 1}
+        names.append("+".join(path for path in PATHS if path in (own - {"metadata"} or own)) or None)
+    rows = [[path, *total] for path, total in zip(PATHS, totals.tolist(), strict=True) if total[0]]
+    return ArrayColumn(taken, names), rows, np.where(last >= first, last - first, np.nan)
 
 
 def path_metrics(rows: Sequence[Sequence[Any]]) -> list[Metric]:
-    """Return bytes and descriptors of each path in *rows*, as `paths` has them."""
+    """Return bytes and descriptors of each path in *rows*, as `moved` has them."""
     metrics = []
     for path, _, nbytes, descriptors in rows:
         metrics += [

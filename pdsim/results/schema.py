@@ -300,7 +300,7 @@ def arrow_array(values: Sequence[Any] | npt.NDArray[Any], kind: pa.DataType) -> 
         return _of_buffers(kind, np.ones(len(numbers), np.bool_), numbers)
     if wrong := set(map(type, own)) - types - {NoneType}:
         raise ValueError(f"{wrong.pop().__name__} is not {kind}")
-    known = np.fromiter((value is not None for value in own), np.bool_, len(own))[places]
+    known = np.array([value is not None for value in own], np.bool_)[places] if None in own else places >= 0
     if number is not None:
         return _of_buffers(kind, known, np.array([0 if value is None else value for value in own], number)[places])
     texts = [b"" if value is None else value.encode() for value in own]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from experiments.serve import ServeOptions, check_contents, job
-from experiments.serve.tables import moving_times
+from experiments.serve.tables import moved
 from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError
 from pdsim.core.units import format_time
@@ -47,7 +47,7 @@ def test_a_transfer_lasts_from_first_write_to_last_completion():
     for room in ("1", "2"):
         own = [record for record in result.transfers if record.label.split("/")[0] == room]
         spans.append(max(record.seen for record in own) - min(record.submitted for record in own))
-    assert moving_times(result.outcome, 3).tolist() == pytest.approx([*spans, float("nan")], rel=1e-12, nan_ok=True)
+    assert moved(3, result.outcome)[2].tolist() == pytest.approx([*spans, float("nan")], rel=1e-12, nan_ok=True)
     (line,) = (note for note in result.notes if note.startswith("TTFT: "))
     assert line.endswith(f"; a KV transfer lasts {format_time(sum(spans) / 2)}")
 
