@@ -126,8 +126,9 @@ class InstanceRegistry:
 
     def alive(self, incarnation: str) -> bool:
         """Return whether *incarnation* is formed, and neither lost nor replaced."""
-        known = self._instances.get(instance_of(incarnation))
-        return known is not None and known.formed and incarnation == self.current(instance_of(incarnation))
+        instance = instance_of(incarnation)
+        known = self._instances.get(instance)
+        return known is not None and known.formed and incarnation == incarnation_name(instance, known.epoch)
 
     def formed(self, instance: str) -> bool:
         """Return whether *instance* may be chosen: all its ranks have registered, and none was lost since."""
@@ -232,7 +233,7 @@ class InstanceRegistry:
 
     def add(self, incarnation: str, tokens: int, replica: int = 0, now: float = 0.0) -> None:
         """Count *tokens* more, or fewer, at *incarnation*, unless it is over; *replica* of the router knows it."""
-        if self.alive(incarnation):
+        if tokens and self.alive(incarnation):
             instance = instance_of(incarnation)
             self.side(instance).add(instance, tokens, replica, now)
 

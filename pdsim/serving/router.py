@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 from mypy_extensions import mypyc_attr
-from simpy.events import Event
 
 from pdsim.kv.messages import (
     ROUTER,
@@ -170,17 +169,15 @@ class Arrivals:
             number,
         )
 
-    def _advance(self, _: Event | None) -> None:
+    def _advance(self, due: RoutedRequest | None) -> None:
         clock = self._process.clock
         while self._next < len(self._open) and not self._process.has_ended:
-            request = self.request(self._open[self._next])
+            request = due or self.request(self._open[self._next])
             arrival = self.start + request.arrival
             if arrival > clock.now:
-                event = clock.at(arrival)
-                assert event.callbacks is not None
-                event.callbacks.append(self._advance)
+                clock.call_at(arrival, self._advance, request)
                 return
-            self._next += 1
+            self._next, due = self._next + 1, None
             self._arrive(request)
         self._idle()
 

@@ -493,7 +493,7 @@ class RunningBatch:
         With *overlap*, and while steps are under way, the device has it already, and what follows is late by what
         the host takes longer.  A device that waits for work begins when the host is done.
         """
-        if not self._overlap or not self._members or self._span is None:
+        if until <= start or not self._overlap or not self._members or self._span is None:
             return max(start, until)
         end = self._spanned(start, self._base(len(self._members))).end(1)
         return start + max(0.0, until - end)
@@ -575,14 +575,13 @@ class GrowingMemory:
 
     def steps(self) -> float:
         """Return how many steps can be taken before a request lacks a page; infinity if none ever does."""
-        members = self._batch.contexts() if self.grows else []
-        if not members:
+        if not (self.grows and len(self._batch)):
             return math.inf
-        most = self._batch.least()
-        count = self._pool.count
-        block = self._pool.block
+        most, growth, block = self._batch.least(), 1 + self._job.engine.draft, self._pool.block
+        # enough for all, even if each lacks a block for its next step
+        if (1 - -(most - 1) * growth // self._block) * block * len(self._batch) <= self._pool.free:
+            return math.inf
+        members, count = self._batch.contexts(), self._pool.count
         pages = (self._pool.free + sum([count(number) for number, _ in members])) // block
-        contexts = [tokens for _, tokens in members]
-        growth = 1 + self._job.engine.draft
-        fit = steps_that_fit(contexts, self._job.page_size * block, pages, most, growth)
+        fit = steps_that_fit([tokens for _, tokens in members], self._block, pages, most, growth)
         return math.inf if fit == most else fit
