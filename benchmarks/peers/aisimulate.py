@@ -2,13 +2,14 @@
 """NVIDIA's AISimulate beside pdsim, each with its defaults, on the same requests.
 
     python -m benchmarks.peers.aisimulate COMMAND rows FILE... [--gpus h200] [--users 4,64]
-    python -m benchmarks.peers.aisimulate COMMAND trace FILE [--count N] [--python PYTHON ...] [--keep TABLE]
+    python -m benchmarks.peers.aisimulate COMMAND trace FILE [--count N] [--compiled [WHEEL]] [--keep TABLE]
 
 COMMAND is ``aisimulate`` of ``pip install --pre --only-binary=:all: aisimulate``, in an environment of its own.
 *rows* predicts measured servers (`experiments.scorecard`) and prints the mean errors of both; GPUs that
 AISimulate has no tables of are left out.  *trace* prints the CPU seconds of each command for a trace in Mooncake's
-format on four prefill and four decode GPUs, Qwen3-8B on vLLM, without a prefix cache: AISimulate's, and that of
-pdsim in each PYTHON, such as one with the compiled wheel.  docs/performance.md shows data/benchmarks/peers.csv.
+format on four prefill and four decode GPUs, Qwen3-8B on vLLM, without a prefix cache: AISimulate's, pdsim's, and
+with --compiled that of the compiled wheel, built first unless there is one (`benchmarks.compiled`).
+docs/performance.md shows data/benchmarks/peers.csv: leave the table there, then run ``python -m tools.reference``.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from benchmarks.compiled import CHECK, called, environment, wheel
 from experiments.scorecard import METRICS, TAILS, Server, closed_loop, medians, predicted, servers
 from pdsim.core.errors import ConfigError
 
@@ -122,7 +124,7 @@ def of_rows(command: str, files: Sequence[str], gpus: Sequence[str], users: Sequ
             print(kind, gpu, tool, len(own[tool, "output"]), *cells)
 
 
-def of_trace(command: str, path: str, count: int, pythons: Sequence[str], keep: Path | None) -> None:
+def of_trace(command: str, path: str, count: int, compiled: Path | None, keep: Path | None) -> None:
     """Print CPU seconds and medians for the first *count* requests of *path* that fit, and leave them in *keep*."""
     lines = Path(path).read_text().splitlines()[:count]
     rows = [row for row in map(json.loads, lines) if row["input_length"] + row["output_length"] <= CONTEXT]
@@ -131,34 +133,36 @@ def of_trace(command: str, path: str, count: int, pythons: Sequence[str], keep: 
         "mode": "disaggregated", "model": "Qwen/Qwen3-8B", "hardware": "h200_sxm", "backend": "vllm",
         "workers": {"prefill": worker(1, 1, 1, 4), "decode": worker(1, 1, 1, 4)},
     }  # fmt: skip
-    before = _children()
-    report = simulate(command, own, requests, {"type": "trace_timestamps"})
     table = [("simulator", "cpu_s", "requests", "ttft_p50_ms", "tpot_p50_ms")]
 
     def tell(name: str, ended: int, ttft: float, tpot: float) -> None:
         table.append((name, f"{_children() - before:.1f}", str(ended), f"{ttft:.0f}", f"{tpot:.2f}"))
         print(*table[-1], sep=", ", flush=True)
 
-    print(*table[0], sep=", ")
-    tell("AISimulate", report["completed_requests"], report["median_ttft_ms"], report["median_tpot_ms"])
     with tempfile.TemporaryDirectory() as folder:
+        pythons = {"pdsim": sys.executable}
+        if compiled is not None:
+            built = compiled if compiled.is_file() else wheel(Path(folder))
+            pythons["pdsim compiled"] = str(environment(Path(folder, "environment"), built))
+            if not called(pythons["pdsim compiled"], "-c", CHECK):
+                raise ConfigError(f"{built} is not compiled; leave it out, and it is built")
+        print(*table[0], sep=", ")
+        before = _children()
+        report = simulate(command, own, requests, {"type": "trace_timestamps"})
+        tell("AISimulate", report["completed_requests"], report["median_ttft_ms"], report["median_tpot_ms"])
         trace = Path(folder) / "trace.jsonl"
         trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
         words = ["engine=vllm", "hw=8xh200", "model=qwen3-8b", "parallel=tp1", "parallel.prefill.instances=4",
                  "parallel.decode.instances=4", f"workload.trace={trace}", f"output={folder}", "--json"]  # fmt: skip
-        for python in pythons:
-            kind = subprocess.run([python, "-P", "-c", KIND], capture_output=True, text=True, check=True).stdout
+        for name, python in pythons.items():
             before = _children()
             done = subprocess.run([python, "-P", "-m", "pdsim", "run", *words], capture_output=True, text=True)
             if done.returncode:
                 raise ConfigError(f"{python} -m pdsim run: {done.stderr.strip()}")
-            made = {name: each["value"] for name, each in json.loads(done.stdout)["metrics"].items()}
-            tell(kind.strip(), made["requests_ok"], 1e3 * made["ttft_p50_s"], 1e3 * made["tpot_p50_s"])
+            made = {metric: each["value"] for metric, each in json.loads(done.stdout)["metrics"].items()}
+            tell(name, made["requests_ok"], 1e3 * made["ttft_p50_s"], 1e3 * made["tpot_p50_s"])
     if keep is not None:
         keep.write_text("".join(",".join(row) + "\n" for row in table))
-
-
-KIND = "import pdsim.core.clock as it; print('pdsim' + ' compiled' * (not it.__file__.endswith('.py')))"
 
 
 def _children() -> float:
@@ -175,11 +179,11 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--gpus", default="", help="of the rows only these, such as h200,b200")
     parser.add_argument("--users", default="", help="of the rows only those of so many users, such as 4,64")
     parser.add_argument("--count", type=int, default=12_031, help="of the trace so many requests")
-    parser.add_argument("--python", nargs="+", default=[sys.executable], help="with pdsim, of the trace")
+    parser.add_argument("--compiled", nargs="?", type=Path, const=Path(), help="pdsim of the trace, too; a wheel")
     parser.add_argument("--keep", type=Path, help="the CSV that the figures of the trace are left in")
     asked = parser.parse_args(words)
     if asked.what == "trace":
-        of_trace(asked.command, asked.files[0], asked.count, asked.python, asked.keep)
+        of_trace(asked.command, asked.files[0], asked.count, asked.compiled, asked.keep)
         return
     gpus = [name for name in asked.gpus.split(",") if name]
     of_rows(asked.command, asked.files, gpus, [int(name) for name in asked.users.split(",") if name])
