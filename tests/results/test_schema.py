@@ -71,7 +71,7 @@ def test_tables_of_some_rows_together_are_the_table():
     assert pa.concat_tables(pieces).to_pylist() == requests_table(columns).to_pylist()
 
 
-@pytest.mark.parametrize(("rows", "codec"), [(10, "LZ4"), (2_000, "ZSTD")])
+@pytest.mark.parametrize(("rows", "codec"), [(10, "LZ4"), (20_000, "ZSTD")])
 def test_a_file_packs_seconds_by_place_and_the_rest_by_dictionary(rows, codec):
     table = requests_table({"id": list(range(rows)), "arrival": [one / 7 for one in range(rows)]})
     file = BytesIO()
