@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from backends.profiling.inventory import allreduces
+from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress, silent
 
@@ -39,10 +40,9 @@ class ProfiledDevice:
 
 def device(kind: str) -> ProfiledDevice:
     """Return the device of *kind*, "cuda" or "cpu".  Raise a `ConfigError` without PyTorch, or a GPU for it."""
-    try:
-        import torch
-    except ImportError as error:
-        raise ConfigError("profile needs PyTorch; pip install 'pdsim[torch]'") from error
+    plugins.require("profile", "torch", "torch")
+    import torch
+
     if kind == "cpu":
         memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         return ProfiledDevice("cpu", 1, "processor", memory, torch.__version__)

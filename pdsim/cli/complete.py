@@ -11,15 +11,13 @@ from typing import Any
 
 from pdsim.cli import help as usage
 from pdsim.core import plugins
-from pdsim.core.errors import ConfigError
 
 
 def script() -> str:
     """Return what the shell evaluates to complete ``pdsim``.  Raise a `ConfigError` without argcomplete."""
-    try:
-        from argcomplete.shell_integration import shellcode
-    except ImportError:
-        raise ConfigError("completion needs argcomplete; pip install 'pdsim[completion]'") from None
+    plugins.require("completion", "completion", "argcomplete")
+    from argcomplete.shell_integration import shellcode
+
     return str(shellcode(["pdsim"])).strip()
 
 

@@ -244,7 +244,7 @@ def _of_module(command: str) -> Callable[[Sequence[str]], int]:
     # the command is the function of that name in a module of that name
     def act(words: Sequence[str]) -> int:
         if command == "calibrate" and "--no-fit" not in words:
-            _need_scipy(command)
+            plugins.require(command, "calibrate", "scipy")
         module = import_module(f"pdsim.cli.{command}")
         begun()
         return int(getattr(module, command)(words))
@@ -253,15 +253,10 @@ def _of_module(command: str) -> Callable[[Sequence[str]], int]:
 
 
 def _refit(words: Sequence[str]) -> int:
-    _need_scipy("refit")
+    plugins.require("refit", "calibrate", "scipy")
     if not data().is_dir():
         raise ConfigError("refit needs a checkout of the repository: samples and fits are not installed")
     return int(import_module("tools.refit").refit(words))
-
-
-def _need_scipy(command: str) -> None:
-    if find_spec("scipy") is None:
-        raise ConfigError(f"{command} needs scipy; pip install 'pdsim[calibrate]'")
 
 
 def _list(words: Sequence[str]) -> int:

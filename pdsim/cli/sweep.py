@@ -250,10 +250,9 @@ class OptunaSearch:
 def _search(
     what: OptunaSearch, folder: Path, space: Space, executor: Executor, progress: ShowProgress, track: Track | None
 ) -> list[dict[str, Any]]:
-    try:
-        import optuna
-    except ImportError:
-        raise ConfigError("--search optuna needs Optuna; pip install 'pdsim[optuna]'") from None
+    plugins.require("--search optuna", "optuna", "optuna")
+    import optuna
+
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     sampler = optuna.samplers.TPESampler(seed=0, constant_liar=True)
     study = optuna.create_study(direction="minimize" if what.minimized else "maximize", sampler=sampler)

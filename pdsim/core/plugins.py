@@ -99,6 +99,12 @@ def resolve(group: str, name: str) -> Any:
         raise BackendUnavailable(f"{name!r} ({entries[name].value}) cannot be imported: {error}") from error
 
 
+def require(what: str, extra: str, *packages: str) -> None:
+    """Raise a `ConfigError` unless *packages*, which *what* needs and pdsim's *extra* brings, are installed."""
+    if absent := [name for name in packages if find_spec(name) is None]:
+        raise ConfigError(f"{what} needs {' and '.join(absent)}; pip install 'pdsim[{extra}]'")
+
+
 def missing(group: str, name: str) -> str:
     """Return what the class registered as *name* under *group* lacks on this machine; "" if nothing, or no class."""
     return str(resolve(group, name).missing()) if name in names(group) else ""

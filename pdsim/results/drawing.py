@@ -10,13 +10,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
-from importlib.util import find_spec
 from textwrap import fill
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
 
 LIGHT = ("#0072b2", "#d55e00", "#009e73", "#b8518f", "#a66f00", "#3a8fc4", "#6b5b95", "#5f6368")
@@ -212,8 +212,7 @@ def image(figure: Figure, form: str, *, width: float = 9.0, titled: bool = True)
     """
     if form not in FORMATS:
         raise ConfigError(f"--format must be one of {', '.join(FORMATS)}, got {form!r}")
-    if find_spec("matplotlib") is None:
-        raise ConfigError("figures as files need matplotlib; pip install 'pdsim[report]'")
+    plugins.require("--figure", "report", "matplotlib")
     import matplotlib as mpl
     from matplotlib.figure import Figure as Sheet
 

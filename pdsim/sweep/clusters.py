@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
+from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
 from pdsim.core.units import NotNegative, NotNegativeInt, PositiveInt, Seconds
 from pdsim.sweep.executors import Measure, Row
@@ -41,10 +42,9 @@ class Ray:
 
     def run(self, measure: Measure, points: Sequence[Point]) -> Generator[Row, None, None]:
         """See `pdsim.sweep.executors.Executor`.  Raise a `ConfigError` if Ray is not installed."""
-        try:
-            import ray
-        except ImportError:
-            raise ConfigError("executor=ray needs Ray; pip install 'pdsim[ray]'") from None
+        plugins.require("executor=ray", "ray", "ray")
+        import ray
+
         here = {} if self.address else {"num_cpus": self.workers or None, "include_dashboard": False}
         begun = not ray.is_initialized()
         if begun:
@@ -100,10 +100,9 @@ class Slurm:
 
         Raise a `ConfigError` if submitit is not installed or has no Slurm.
         """
-        try:
-            import submitit
-        except ImportError:
-            raise ConfigError("executor=slurm needs submitit; pip install 'pdsim[slurm]'") from None
+        plugins.require("executor=slurm", "slurm", "submitit")
+        import submitit
+
         folder = Path(points[0].config.output if points[0].config is not None else ".") / "jobs"
         try:
             executor = submitit.AutoExecutor(folder=folder, cluster=self.cluster)

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
 
 Track = Callable[[Mapping[str, Any]], None]
@@ -61,10 +62,8 @@ def wandb(sweep: str) -> Track:
     Overrides and what describes the point are its configuration, metrics its summary.  A point that is logged again
     is the same run.  Raise a `ConfigError` without the package.
     """
-    try:
-        from wandb import Settings, init
-    except ImportError:
-        raise ConfigError("--track wandb needs Weights & Biases; pip install pdsim[wandb]") from None
+    plugins.require("--track wandb", "wandb", "wandb")
+    from wandb import Settings, init
 
     def track(row: Mapping[str, Any]) -> None:
         own = hashlib.sha256(f"{sweep}/{row['point']}".encode()).hexdigest()[:16]

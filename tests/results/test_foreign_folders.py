@@ -75,7 +75,7 @@ def test_files_of_a_validation_alone_are_no_run(validation, pdsim_refuses, comma
 
 def test_profile_without_pytorch_writes_nothing(monkeypatch, tmp_path, pdsim_refuses):
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert "profile needs PyTorch; pip install" in pdsim_refuses("profile", "--to", tmp_path / "new", "hw=8xh100")
+    assert "profile needs torch; pip install" in pdsim_refuses("profile", "--to", tmp_path / "new", "hw=8xh100")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -9,12 +9,11 @@ are filled in by jinja2, which escapes all text; the policy in the page keeps th
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from shlex import join
 from typing import Any
 
-from pdsim.core.errors import ConfigError
+from pdsim.core import plugins
 from pdsim.core.units import format_time
 from pdsim.results import evidence, terminal
 from pdsim.results.drawing import DARK, LIGHT, Figure, plotly_panel
@@ -62,8 +61,7 @@ class Explore:
 
 def needs() -> None:
     """Raise a `ConfigError` with the command to install the libraries of `page` if one is missing."""
-    if missing := [name for name in ("plotly", "jinja2") if find_spec(name) is None]:
-        raise ConfigError(f"report needs {' and '.join(missing)}; pip install 'pdsim[report]'")
+    plugins.require("report", "report", "plotly", "jinja2")
 
 
 def page(content: Content, explore: Explore | None = None) -> str:
