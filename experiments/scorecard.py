@@ -49,6 +49,9 @@ LAUNCH: dict[tuple[str | int, ...], tuple[str, ...]] = {
     ("mi355x", "fp4"): ("model.mlp_dtype=mxfp4", "scheduler.memory_fraction=0.8"),
 }  # fmt: skip
 """What the scripts of InferenceX start servers with (``benchmarks/dsr1_*.sh``), colocated ones also by their TP."""
+ROUTER = "experiment.router=random"
+"""Of Dynamo as srt-slurm starts it: nginx and up to ten frontends send requests in turn, each by itself (Dynamo,
+``--router-mode``; srt-slurm, ``nginx.conf.j2`` and ``num_additional_frontends``), and none knows a server's load."""
 WARMED = "2026-01-21"
 """Date since which the client sends each server two requests a user first (its commit d053ae24)."""
 COMPILING = 75.0
@@ -130,6 +133,8 @@ class Server(NamedTuple):
             return [f"hw=8x{self.hardware}", *own, "parallel.decode.instances=1"]
         gpus = sum(tp * workers for tp, _, _, workers in (self.prefill, self.decode))
         own += [f"parallel.prefill.instances={self.prefill[3]}", f"parallel.decode.instances={self.decode[3]}"]
+        if self.framework == "dynamo-sglang":
+            own.append(ROUTER)
         return [f"hw=2x8x{self.hardware}", f"hw.nodes={-(-gpus // 8)}", *own]
 
 

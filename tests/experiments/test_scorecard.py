@@ -66,13 +66,15 @@ def test_regret_counts_steady_servers_apart(against):
 
 
 def test_servers_start_as_their_scripts_say_by_tp():
-    def words(tp: int, disagg: str) -> list[str]:
-        values = ["b200", "sglang", "fp8", "none", disagg, 8192, 1024, 4, 1.0, 0.01, 0.1, *(tp, 1, "False", 1) * 2]
+    def words(tp: int, disagg: str, framework: str = "sglang") -> list[str]:
+        values = ["b200", framework, "fp8", "none", disagg, 8192, 1024, 4, 1.0, 0.01, 0.1, *(tp, 1, "False", 1) * 2]
         return Server.of(dict(zip(HEAD + METRICS + SIDES, map(str, values), strict=True))).words()
 
     assert "scheduler.chunk=8192" in words(4, "False")
     assert "scheduler.decode_batch=128" in words(8, "False")
     assert not [word for word in words(8, "True") if word.startswith("scheduler.decode_batch")]
+    assert compose(words(8, "True")).experiment.router == "least_tokens"
+    assert compose(words(8, "True", "dynamo-sglang")).experiment.router == "random"
     config = compose(words(4, "False"))
     assert instances(job(config, ServeOptions.of(config))) == ("colocated0",)
 
