@@ -117,6 +117,12 @@ doctor now -> doctor takes no arguments but --host and --config-dir, got 'now'
 run 8xh200 -> '8xh200' is not KEY=VALUE; did you mean hw=8xh200?
 run hw -> 'hw' is not KEY=VALUE; write hw=NAME with one of 1xa100,
 run =8xh200 -> '=8xh200' is not KEY=VALUE, such as hw=8xh20 or workload.rate=2; see pdsim run --help
+run workload.trace=~/nowhere/x.jsonl -> /nowhere/x.jsonl cannot be read: No such file or directory; name a file
+run model=DeepSeek-R1 -> did you mean model=deepseek-v3, of the same shape? There are deepseek-r1-fp4,
+run model=gpt-4 -> tiny-mla; or model=ORGANISATION/NAME of the Hugging Face Hub, or model=./FOLDER
+run kv.dtype=fp8 -> unknown key kv.dtype; did you mean model.kv_dtype?
+run batch_size=8 -> unknown key batch_size; did you mean scheduler.decode_batch?
+run model.kv_dtype=fp8 -> got 'fp8'; fp8 of vLLM and SGLang is fp8_e4m3
 run "~backend=nixl" -> ~backend=nixl would leave a run without backend; choose one, as in backend=NAME
 run --cfg -> --cfg needs a value after it
 run calibration=nonsense -> calibration=nonsense does not exist;

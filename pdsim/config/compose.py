@@ -404,6 +404,8 @@ def _below(key: str, value: Mapping[Any, Any]) -> Iterator[str]:
 def _override(word: str, known: Mapping[str, Sequence[str]]) -> str:
     key, equals, value = word.partition("=")
     key = key.lstrip("+")
+    if value.startswith("~/"):
+        value = str(Path(value).expanduser())  # no shell does it after KEY=
     if key.lstrip("~").startswith("hydra"):
         raise ConfigError(f"{word} is for pdsim run, which then is a job of Hydra's; leave it out")
     if word.startswith("~") and (group := key[1:]) in known:
@@ -462,4 +464,12 @@ def _missing(file: str, known: Sequence[str] | None) -> str:
     group, slash, name = file.rpartition("/")
     if not slash:
         return f"--config-name {file} does not exist; leave it out, or name a file of --config-dir"
-    return f"{group}={name} does not exist; {instead(name, known or plugins.options(group), group + '={}')}"
+    names = known or plugins.options(group)
+    choices, more = instead(name, names, group + "={}"), ""
+    if group == "model":
+        from pdsim.models.huggingface import SHIPPED
+
+        if same := SHIPPED.get(name.lower()):
+            choices = f"did you mean model={same}, of the same shape? There are {', '.join(names)}"
+        more = "; or model=ORGANISATION/NAME of the Hugging Face Hub, or model=./FOLDER"
+    return f"{group}={name} does not exist; {choices}{more}"

@@ -206,7 +206,8 @@ def _llm(model: Llm) -> Iterator[str]:
     if model.experts and not 0 < model.experts_per_token < model.experts:
         yield f"model.experts_per_token must be >= 1 and < experts={model.experts}, got {model.experts_per_token}"
     if model.kv_dtype and model.kv_dtype not in DTYPES:
-        yield f"model.kv_dtype must be one of {', '.join(DTYPES)}, got {model.kv_dtype!r}"
+        kinds = ", ".join(DTYPES)
+        yield f"model.kv_dtype must be one of {kinds}, got {model.kv_dtype!r}; fp8 of vLLM and SGLang is fp8_e4m3"
 
 
 def _division(parallel: Parallel) -> Iterator[str]:

@@ -15,6 +15,9 @@ from typing import Any
 from pdsim.core import files, plugins
 from pdsim.core.errors import ConfigError, near
 
+SHIPPED = {"deepseek-r1": "deepseek-v3", "deepseek-v3.1": "deepseek-v3", "deepseek-v3.2": "deepseek-v3.2-exp"}
+"""Models of one shape with a file in ``conf/model``."""
+
 UNREAD = {
     "hybrid_override_pattern": "layers of mamba or of an MLP alone",
     "layers_block_type": "layers of mamba or of an MLP alone",

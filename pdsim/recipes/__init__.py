@@ -22,7 +22,7 @@ from pdsim.core.errors import ConfigError, near
 from pdsim.core.files import bounded_yaml
 from pdsim.kv.layout import KvShape
 from pdsim.kv.policy import VARIABLES, described
-from pdsim.models.huggingface import expanded
+from pdsim.models.huggingface import SHIPPED, expanded
 from pdsim.models.llm import DTYPES
 
 STARTS = (
@@ -56,9 +56,6 @@ TIMELESS = re.compile(
 """Flags that change no modelled time, or that say what the simulator does anyway."""
 
 _CONNECTOR = '"kv_connector": "NixlConnector", "kv_role": "kv_both"'
-
-SHIPPED = {"deepseek-r1": "deepseek-v3", "deepseek-v3.1": "deepseek-v3", "deepseek-v3.2": "deepseek-v3.2-exp"}
-"""Models of one shape with a file in ``conf/model``."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ ELSEWHERE = {
     "isl": "input_mean", "osl": "output_mean", "qps": "rate", "request_rate": "rate", "num_prompts": "count",
     "concurrency": "users", "max_concurrency": "users", "block_size": "page_size", "tensor_parallel_size": "tp",
     "chunked_prefill_size": "chunk", "max_num_batched_tokens": "chunk", "max_num_seqs": "decode_batch",
+    "batch_size": "decode_batch", "kv_cache_dtype": "kv_dtype", "dtype": "kv_dtype",
     "max_running_requests": "decode_batch", "gpu_memory_utilization": "memory_fraction",
     "mem_fraction_static": "memory_fraction", "max_model_len": "context",
 }  # fmt: skip
