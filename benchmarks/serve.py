@@ -46,7 +46,7 @@ class Case:
 CASES = {
     "main": Case("hw=8xh20", 1000.0, 39.0, speed=1.0),
     "light": Case("hw=8xh20", 0.1, 41.0, speed=0.03),  # about 0.7 of what its prefill can do
-    "layers": Case("hw=8xh20 kv.layerwise=true", 1000.0, 120.0),  # a write for each plane
+    "layers": Case("hw=8xh20 kv.layerwise=true", 1000.0, 65.0),  # a write for each plane
     "tp8": Case("hw=2x8xh20 parallel=tp8", 1000.0, 94.0),
     "like": Case("hw=8xh20 model=llama-3.1-8b", 1000.0, 39.0),
     "tp4-tp2": Case("hw=8xh20 model=llama-3.1-8b parallel.decode.tp=2", 1000.0, 84.0),
@@ -55,7 +55,7 @@ CASES = {
     "tp2-tp4-staged": Case("hw=8xh20 model=llama-3.1-8b parallel.prefill.tp=2 kv.staging=true", 1000.0, 160.0),
     "8x8": Case("hw=8x8xh200", 1000.0, 43.0),  # four instances of TP8 on either side
     "vllm": Case("hw=8xh20 engine=vllm", 1000.0, 35.0),
-    "layers-32k": Case("hw=8xh20 kv.layerwise=true workload.input_mean=32000", 1000.0, 165.0),
+    "layers-32k": Case("hw=8xh20 kv.layerwise=true workload.input_mean=32000", 1000.0, 105.0),
     "mori": Case("hw=2x8xmi300x backend=mori parallel=tp8", 1000.0, 115.0),
     "crossing": Case(f"hw=2x8xh20 model=llama-3.1-8b parallel=tp8 {EIGHT}", 1000.0, 115.0),  # at decode's cards
     "chunks": Case("hw=8xh20 scheduler.chunk=1024 workload.input_mean=100000", 1000.0, 75.0),

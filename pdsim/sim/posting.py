@@ -197,9 +197,9 @@ class SendQueue:
             self._isolated.go_on(poster.isolated)
         simple = not (model.depth or model.pipelined or poster.under_way or poster.share) and wire.streams is None
         simple = simple and not (copier and (wire.occupancy or beside))
-        at_once = model.small is not None and model.small.takes(descriptors, nbytes)
+        saves = model.small is not None and any(model.inline_saving(descriptors, nbytes))
         size = nbytes + descriptors * wire.occupancy
-        if not simple or at_once or model.fresh_descriptor or not size or (poster.free > now and not beside):
+        if not simple or saves or model.fresh_descriptor or not size or (poster.free > now and not beside):
             return None
         posting = model.posting(descriptors) * poster.slowness
         first = now if model.overlap else now + posting
@@ -226,7 +226,8 @@ class SendQueue:
         posting.posted = posted
         self.poster.free = max(self.poster.free, posted + self._polls(posting))
         self.outstanding += descriptors
-        self.poster.under_way += 1
+        posting.at_once = self._small is not None and self._small.takes(descriptors, nbytes)
+        self.poster.under_way += not posting.at_once
         now = self._clock.now
         if flow is not None:
             posting.flow = flow

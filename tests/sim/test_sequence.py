@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdsim.core.errors import TransferError
+from pdsim.hardware.costs import InlineSaving
 from pdsim.sim.endpoint import SimEndpoint
 from pdsim.sim.model import Model
 from pdsim.transfer import Batch, Writes, WriteSequence
@@ -97,6 +98,7 @@ def slower(host, gpu):
 
 WAKING, SLEEPING = {"wake": 0.02, "idle_wake": 0.11, "idle_after": 0.3}, {"idle_after": 5.0, "idle_wake": 0.05}
 RDMA = engine(cost("rdma"))
+SMALL = InlineSaving(bytes=100, descriptors=4)  # without a saving they take as long as others
 AT_ONCE = engine(cost(call=0.01, descriptor=0.0, overlap=True, latency=0.0))
 ONE, LATER, OTHER = (10.0, 0, 2, 10, 20), (100.0, 0, 2, 10, 20), (10.1, 1, 2, 10, 20)
 # hardware, engine, work, deaths, and how many times fewer events there are at least
@@ -109,6 +111,7 @@ CASES = {
     "it would time out": (machine(), engine(timeout=1.5), [[(10.0, 0, 2, 10, 3)]], {}, 0.8),
     "receivers wake up": (slower(WAKING, {}), engine(), [[ONE], [OTHER]], {}, 2.5),
     "by layers": (slower({}, SLEEPING), engine(cost(in_order=True)), [[(10.0, 0, 2, 10, 20, 6.0, ())]], {}, 2.5),
+    "small": (machine(), engine(cost(in_order=True, small=SMALL)), [[ONE]], {}, 1.5),
     "in turns": (machine(), engine(), [[(10.0, 0, 2, 10, 20, 3.0, (5,))]], {}, 1),
     "on one thread": (machine(), RDMA, [[ONE, (10.0, 1, 1, 30, 9), (14.2, 0, 1, 5, 1)]], {}, 3),
     "on one card": (machine(), RDMA, [[ONE], [OTHER, (25.0, 0, 3, 20, 5)]], {}, 2.5),
@@ -152,6 +155,7 @@ engines = st.builds(
     overlap=st.booleans(),
     latency=st.sampled_from([0.0, 0.01301]),
     in_order=st.booleans(),
+    small=st.sampled_from([None, SMALL]),
     wire_descriptor=st.sampled_from([0.0, 0.001]),
     queue_rate=st.sampled_from([31.7, 1e9]),
 )
