@@ -157,6 +157,10 @@ RULES = [
     ("model.expert_groups=4 model.groups_per_token=5", "must be >= 1 and <= expert_groups=4, got 5"),
     ("parallel.decode.ep=2", "parallel.decode.ep must be 1 or tp=4"),
     ("parallel.decode.tp=2 scheduler.memory_fraction=0.5", "set scheduler.memory_fraction=0.9, raise tp or choose"),
+    (
+        "model.heads=40 model.kv_heads=10 parallel.decode.tp=2",
+        "nor is a multiple of them; use one of 1, 2, 5, 10, 20",
+    ),
     ("parallel.decode.tp=4 parallel.decode.dp=8", "parallel.decode.dp must divide tp=4"),
     ("parallel.prefill.ep=4 parallel.prefill.pp=2", "parallel.prefill.ep=4 has no stages"),
     ("parallel.decode.pp=3", "use decode.pp=1 or decode.pp=1"),

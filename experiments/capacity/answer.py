@@ -183,8 +183,9 @@ def _slo(config: Config) -> str:
 
 
 def _searched(found: Found, config: Config) -> str:
+    fit = f"{len(found.fitting)} deployments fit" if len(found.fitting) > 1 else "1 deployment fits"
     return (
-        f"{len(found.fitting)} deployments fit, {_simulated(found)} simulated, the others ruled out in closed form; "
+        f"{fit}, {_simulated(found)} simulated, the others ruled out in closed form; "
         f"{config.model.name} on {config.hw.name}"
     )
 

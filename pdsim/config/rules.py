@@ -635,9 +635,11 @@ def _model(config: Config, name: str, side: Side) -> Iterator[str]:
             f"use one of {', '.join(map(str, fit))}"
         )
     elif model.attention == "gqa" and model.kv_heads % attention_tp and attention_tp % model.kv_heads:
+        heads = model.kv_heads
+        fit = [n * side.dp for n in range(1, 65) if model.heads % n == 0 and (heads % n == 0 or n % heads == 0)]
         yield (
-            f"parallel.{name}.tp={tp} over dp={side.dp} groups neither divides the {model.kv_heads} KV heads of "
-            f"model={model.name} nor is a multiple of them; use powers of two"
+            f"parallel.{name}.tp={tp} over dp={side.dp} groups neither divides the {heads} KV heads of "
+            f"model={model.name} nor is a multiple of them; use one of {', '.join(map(str, fit))}"
         )
     if gpu is None or not config.hw.gpus:
         return
