@@ -500,9 +500,10 @@ def moved(count: int, outcome: Outcome) -> tuple[ArrayColumn, list[list[Any]], F
     for log in logs(joined(rank.transfers for rank in outcome.ranks.values())):
         for columns in log.columns():
             label = columns["label"]
-            words = [(word or "").split("/") for word in label.words or ()]
-            rooms = np.array([int(word[0]) if len(word) > 1 else 0 for word in words])[label.values]
-            path = np.array([codes[word[2]] if len(word) > 1 else 0 for word in words])[label.values]
+            words = [word if word and "/" in word else "0//metadata" for word in label.words or ()]
+            parts = "/".join(words).split("/")
+            rooms = np.array(list(map(int, parts[::3])))[label.values]
+            path = np.array(list(map(codes.__getitem__, parts[2::3])))[label.values]
             of = rooms > 0
             request, path = (rooms[of] - 1) % count, path[of]  # one that is sent out anew has another room
             np.bitwise_or.at(taken, request, np.left_shift(1, path).astype(np.uint8))
