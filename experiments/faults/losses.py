@@ -18,7 +18,7 @@ import numpy as np
 
 from experiments.faults.causes import Scenario
 from pdsim.core.errors import MessageError
-from pdsim.kv.messages import ROUTER, ReadDone, Submit, decode, instance_of
+from pdsim.kv.messages import ROUTER, ReadDone, RoomQuery, StagingRequest, Submit, decode, instance_of
 from pdsim.serving.deployment import Deployment
 from pdsim.sim.faults import Faults, Observer, Pause, Stale
 from pdsim.sim.model import Model
@@ -167,7 +167,14 @@ _OF_QUESTIONS = {"RoomLocations", "RoomQuery"}
 _NEVER = {"Ping", "Pong", "Stop", "Forwards"}  # at any time, at the end, and not beside checkers
 
 _OFTEN = {"Arrival": 2, "Destination": 2, "PrefillDone": 3, "ReadDone": 9, "ReadRequest": 3, "RegisterPool": 3}
-_OFTEN |= {"TransferDone": 2, "MovePrefixes": 4, "PrefixesWritten": 2, "StagingReply": 2, "StagingRequest": 2}
+_OFTEN |= {
+    "RoomQuery": 6,
+    "TransferDone": 2,
+    "MovePrefixes": 4,
+    "PrefixesWritten": 2,
+    "StagingReply": 2,
+    "StagingRequest": 4,
+}
 """By how much more likely these are than others."""
 
 _OF_RANKS = "silences", "stale", "pauses"
@@ -228,13 +235,15 @@ def at_moments(scenario: Scenario, random: np.random.Generator, others: Collecti
     number = 1 + int(10.0 ** random.uniform(0.0, np.log10(_MOST)))
     chances = random.random((2, 12)).tolist()
     lags, lag = random.random(2).tolist()
-    # the message itself is late, or may be
-    if lags < 0.3 and not scenario.faults.lagging and kinds[0] != "ReadDone":
+    if lags < 0.45 and not scenario.faults.lagging and kinds[0] != "ReadDone":
+        # the message itself is late, or may be, or the word of who comes back; an address meets early ones
+        names = kinds[:1] if lags < 0.3 else ["RegisterRank"]
+        names = [*names, "ConnectPeer"] if names == ["RegisterPool"] else names
         # what the router sends after a `ConnectPeer` waits for it, and its ranks end if that is for a deadline
-        most = scenario.job.deadline / 8 if kinds[0] == "ConnectPeer" else inf
+        most = scenario.job.deadline / 8 if "ConnectPeer" in names else inf
         held = min(10.0 ** (-3.0 + 2.5 * lag), most)
-        late = {"lagging": (bytes([0xA0 + len(kinds[0])]) + kinds[0].encode(),), "lag": held}
-        scenario = replace(scenario, faults=replace(scenario.faults, **late))
+        lagging = tuple(bytes([0xA0 + len(name)]) + name.encode() for name in names)
+        scenario = replace(scenario, faults=replace(scenario.faults, lagging=lagging, lag=held))
     rehearsal = _Rehearsal(kinds[:4], number)
     model = Model(
         scenario.machine, scenario.engine, memory="tracked", seed=scenario.seed, faults=scenario.faults,
@@ -245,6 +254,7 @@ def at_moments(scenario: Scenario, random: np.random.Generator, others: Collecti
     moment = next((heard[-1] for heard in rehearsal.heard.values() if heard), None)
     if moment is None:
         return scenario
+    asked = isinstance(decode(moment.payload), RoomQuery)  # whose answer comes soon
     lost, at, cancels, faults = {*others}, moment.at, dict(scenario.cancels), scenario.faults
     kill, restart, misspeaks = dict(scenario.kill), dict(scenario.restart), dict(scenario.misspeaks)
     for turn, (what, who, which, after, again, rest, held, before, late, long, more, twice) in enumerate(chances):
@@ -253,9 +263,9 @@ def at_moments(scenario: Scenario, random: np.random.Generator, others: Collecti
         if not turn and _is_answered(moment):  # when it has come, and before it is
             at += 5.5e-5 + 10.0 ** (-6.0 + 2.5 * after)
         else:
-            at += 10.0 ** (-6.0 + 5.0 * after)
+            at += 10.0 ** (-6.0 + (2.0 if asked else 5.0) * after)
         leaves = at if who < 0.5 else 2 * moment.at - at  # just before the message, as often
-        if what < 0.2 and not turn and (left := _leaves(moment, rehearsal.router, leaves)):
+        if what < (0.6 if asked else 0.2) and not turn and (left := _leaves(moment, rehearsal.router, leaves)):
             cancels |= left
             continue
         name = _victim(scenario, moment, who, which)
@@ -287,7 +297,10 @@ def at_moments(scenario: Scenario, random: np.random.Generator, others: Collecti
                     began, then = at + 0.12 + 0.1 * again, 0.0
                     kill[next(rank for rank in ranks if rank != name)] = began + 10.0 ** (-2.0 + 1.5 * late)
             if what >= 0.43 and held < 0.5:
-                stale = Stale(name, max(0.0, at - 10.0 ** (-4.5 + 2.5 * before)), at, began + 10.0 ** (-5.0 * late))
+                # a question for a slot comes when it is proven that nothing of its writer moves
+                least = 0.15 if isinstance(decode(moment.payload), StagingRequest) else 0.0
+                first, comes = max(0.0, at - 10.0 ** (-4.5 + 2.5 * before)), began + least + 10.0 ** (-5.0 * late)
+                stale = Stale(name, first, at, comes)
                 faults = replace(faults, stale=(*faults.stale, stale))
         restart |= dict.fromkeys(ranks, began + then) | {name: began}
     specs = [

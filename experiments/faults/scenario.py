@@ -197,6 +197,11 @@ _REPLICAS = (  # of two heads
     (Side(tp=4), Side(tp=1)),
     (Side(tp=4), Side(tp=1, instances=2)),
 )
+_GROUPS = (
+    (Side(tp=2, dp=2), Side(tp=1, instances=2)),
+    (Side(tp=2, dp=2), Side(tp=2)),
+    (Side(tp=4, dp=4), Side(tp=1, instances=2)),
+)
 _STAGED_SIDES = (
     (Side(tp=2), Side(tp=1)),
     (Side(tp=1), Side(tp=2)),
@@ -293,9 +298,12 @@ def draw(
         config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
     if "layouts" in kinds:
         prefill, decode = chosen("layouts", _WIDE_SIDES)
-        if random("layouts.replicas").random() < 0.2:  # of heads, on several ranks of a side
+        special = random("layouts.replicas").random()
+        if special < 0.2:  # heads on several ranks of a side
             prefill, decode = chosen("layouts.heads", _REPLICAS)
             config = replace(config, model=replace(_LLM, kv_heads=2))
+        elif special < 0.4:  # decode asks which prefill group has a room
+            prefill, decode = chosen("layouts.groups", _GROUPS)
         config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
     if {"rings", "stages"} & {*kinds}:
         prefill, decode = chosen("rings", _SEVERAL_WRITERS if "stages" in kinds else _STAGED_SIDES)

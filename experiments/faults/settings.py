@@ -288,9 +288,11 @@ def cached(
             prefetch=str(prefetch),
             prefetch_timeout=0.01,
         )
-    routes, pairs = random.random(2).tolist()
+    routes, pairs, ahead = random.random(3).tolist()
     if routes < 0.4:
         job = replace(job, policy="first_token" if pairs < 0.5 else "cache_aware")
+    if cache.found == "scheduled" and ahead < 0.7:  # rooms that fail between two forwards
+        job = replace(job, engine=replace(job.engine, ahead=True))
     return replace(job, cache=cache, staging=None if cache.decode else job.staging), alike
 
 
@@ -314,6 +316,8 @@ def tiered(
         prefetch_timeout=10.0 ** (-4.0 + 2.5 * late),
         eviction="block" if block < 0.5 else job.cache.eviction,
     )
+    if random.random() < 0.4 and not cache.early and not job.layerwise:
+        cache = replace(cache, overlap=True)
     alike = list(requests)
     for number, request in enumerate(requests if fours < 0.5 else ()):
         first = requests[number - number % 4]

@@ -115,6 +115,8 @@ def _accounts(router: Any) -> Wrong:
         formed = {instance for instance in side.names if registry.formed(instance)}
         if side.load.keys() != formed:
             yield "I14", f"{sorted(side.load)} get requests, {sorted(formed)} are formed"
+        if formed and formed <= registry.resting:
+            yield "I13", f"{sorted(formed)} drain, and no other {name} instance serves"
         for instance, tokens in side.load.items():
             current = registry.current(instance)
             own = sum(each.outstanding[place] for each in requests.values() if getattr(each, name) == current)

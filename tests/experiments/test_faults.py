@@ -448,7 +448,7 @@ NOT_DRAWN = {
     "kv_dtype": "bytes are drawn with the models",
     "engine.name, engine.scheduler_options, engine.measured_on, engine.sources": "words, options from outside",
     "engine.step_tokens": "is the chunk, which is drawn",
-    "engine.mixed, engine.look, engine.launching_holds": "of colocated engines alone",
+    "engine.mixed, engine.look, engine.launching_holds, engine.compiling": "of colocated engines alone",
     "engine.host_factor": "multiplies costs of hosts, which are drawn",
     "cache.host_ratio": "another way to say cache.host, which is drawn",
     "engine.version": "names the settings that a release starts with, which are drawn one by one",

@@ -45,6 +45,11 @@ def hears_the_late(self: Membership, rank: str) -> None:
     self.last_heard[rank] = self._process.clock.now
 
 
+def calls_nobody_back(original: Any, self: Membership, instance: str) -> None:
+    if self._process.clock.now >= self.draining[instance]:
+        original(self, instance)
+
+
 def nothing(*_: Any) -> None:
     """Do nothing."""
 
@@ -76,5 +81,7 @@ MEMBERSHIP = (
            ((Membership, "heard", hears_the_late),)),
     Mutant("M12", "an instance stays though its last request was sent anew elsewhere", "I12",
            ((Router, "_forget", keeps_the_draining),), lambda s: changing(s) and bool(s.kill)),
+    Mutant("M14", "a side that loses all that serve does not call back who drains", "I13",
+           ((Membership, "_stay", calls_nobody_back),), lambda s: changing(s) and bool(s.kill)),
 )  # fmt: skip
 """Whoever joins, drains and leaves."""
