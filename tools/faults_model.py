@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What simulated faults found: ``python -m tools.faults_model [PARTS...]`` prints docs/reliability.md's table.
 
-``python -m tools.faults_model reached`` runs the default trial and keeps how often it reached what.
+``python -m tools.faults_model reached`` runs the default trial and keeps how often it reached what; ``branches``
+which branches of the protocol (with coverage.py, four times as long).
 
 PARTS are files that ``experiment=faults experiment.parts=FILE`` kept.
 ``python -m tools.faults_model --save FILE PARTS`` keeps the sum of one of them for `STORED`, whose files are always
@@ -13,6 +14,7 @@ seconds, and rows of violations that begin with the seed.
 import argparse
 import csv
 import json
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,6 +27,14 @@ from tools.tables import markdown, rows
 
 STORED = data("benchmarks", "faults_model")
 REACHED = data("benchmarks", "faults_reached.csv")
+BRANCHES = data("benchmarks", "faults_branches.csv")
+
+PROTOCOL = (
+    *(f"kv/{name}" for name in ("messages", "pages", "plan", "pull", "push", "receiver", "tiers")),
+    *(f"serving/{name}" for name in ("cp_gather", "decode", "handoff/pull", "handoff/push", "membership")),
+    *(f"serving/{name}" for name in ("offload", "prefill", "rank_process", "router")),
+)
+"""Files whose branches are counted."""
 
 
 def table(files: Sequence[Path] = ()) -> Iterator[str]:
@@ -74,10 +84,17 @@ def _joined(spans: list[list[int]]) -> list[list[int]]:
 
 
 def least() -> Iterator[str]:
-    """Yield the three transitions and the three messages that were reached least often, and how often."""
+    """Yield the three transitions and the three messages that were reached least often, and branches taken."""
+    branches: dict[str, list[int]] = {}
+    for row in rows(BRANCHES):
+        every = branches.setdefault(row["file"].partition("/")[0], [0, 0])
+        every[0] += int(row["taken"])
+        every[1] += int(row["branches"])
+    taken = [f"{part} {own} of {every}" for part, (own, every) in branches.items()]
     kept = [(row["what"], f"{row['what']} {int(row['times']):,}") for row in rows(REACHED)]
     messages = [text for what, text in kept if what in MESSAGES]
-    yield ", ".join([*[text for what, text in kept if what not in MESSAGES][:3], *messages[:3]])
+    rare = [*[text for what, text in kept if what not in MESSAGES][:3], *messages[:3]]
+    yield f"{', '.join(rare)}; branches: {', '.join(taken)}"
 
 
 def keep_reached() -> None:
@@ -87,15 +104,44 @@ def keep_reached() -> None:
         csv.writer(file, lineterminator="\n").writerows([list(table.columns), *table.rows])
 
 
+def keep_branches() -> None:
+    """Run the default trial and write to `BRANCHES` which branches of `PROTOCOL` it took."""
+    import coverage
+
+    root = Path(__file__).parents[1] / "pdsim"
+    measured = coverage.Coverage(branch=True, data_file=None, include=[f"{root / name}.py" for name in PROTOCOL])
+    measured.start()
+    for seed in range(FaultsOptions().scenarios):
+        FaultTrial(seed).run()
+    measured.stop()
+    with tempfile.TemporaryDirectory() as folder:
+        measured.json_report(outfile=f"{folder}/report.json")
+        report = json.loads(Path(folder, "report.json").read_text(encoding="utf-8"))["files"]
+    table = []
+    for name in PROTOCOL:
+        file = next(each for path, each in report.items() if path.endswith(f"pdsim/{name}.py"))
+        lines = [line.strip() for line in (root / f"{name}.py").read_text(encoding="utf-8").split("\n")]
+        left = [(lines[at - 1], lines[to - 1] if to > 0 else "return") for at, to in file["missing_branches"]]
+        refused = sum(to.startswith("raise ") for _, to in left)
+        others = "; ".join(f"{at} {to}"[:120] for at, to in left if not to.startswith("raise "))
+        summary = file["summary"]
+        table.append([name, summary["num_branches"], summary["covered_branches"], refused, others])
+    with BRANCHES.open("w", encoding="utf-8", newline="") as out:
+        heads = ["file", "branches", "taken", "never_refusals", "never_others"]
+        csv.writer(out, lineterminator="\n").writerows([heads, *table])
+
+
 def main() -> None:
     """Print the table, keep the sum of a part, or keep what the default trial reaches."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m tools.faults_model", description=__doc__, formatter_class=raw)
-    parser.add_argument("parts", nargs="*", help='files of campaigns; or "reached"')
+    parser.add_argument("parts", nargs="*", help='files of campaigns; or "reached", "branches"')
     parser.add_argument("--save", metavar="FILE", type=Path, help="keep the sum of the one part there")
     said = parser.parse_args()
     if said.parts == ["reached"]:
         keep_reached()
+    elif said.parts == ["branches"]:
+        keep_branches()
     elif said.save is None:
         print("\n".join(table([Path(name) for name in said.parts])))
     elif len(said.parts) == 1:
