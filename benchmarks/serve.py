@@ -53,7 +53,7 @@ CASES = {
     "tp2-tp4": Case("hw=8xh20 model=llama-3.1-8b parallel.prefill.tp=2", 1000.0, 82.0),
     "tp4-tp2-staged": Case("hw=8xh20 model=llama-3.1-8b parallel.decode.tp=2 kv.staging=true", 1000.0, 175.0),
     "tp2-tp4-staged": Case("hw=8xh20 model=llama-3.1-8b parallel.prefill.tp=2 kv.staging=true", 1000.0, 160.0),
-    "8x8": Case("hw=8x8xh200", 1000.0, 43.0),  # four instances of TP8 on either side
+    "8x8": Case("hw=8x8xh200", 1000.0, 52.0),  # four instances of TP8 on either side
     "vllm": Case("hw=8xh20 engine=vllm", 1000.0, 35.0),
     "layers-32k": Case("hw=8xh20 kv.layerwise=true workload.input_mean=32000", 1000.0, 105.0),
     "mori": Case("hw=2x8xmi300x backend=mori parallel=tp8", 1000.0, 115.0),

@@ -47,7 +47,7 @@ def further(scheduler: Scheduler, room: Request, chunk: Chunk) -> tuple[Chunk, t
     most = (room.total - room.done - 1) // size
     runs = cut(room.runs, chunk.first_page - chunk.held, pages * (most + 1))[:1]
     most = min(most, runs[0][2] // pages - 1)
-    if most <= 0:
+    if most <= 1:  # for one more it costs more than it saves
         return chunk, ()
     seconds = [job.prefill_time.prefill([(room.done + n * size, size)]) for n in range(most)]
     room.done += most * size
