@@ -25,12 +25,6 @@ _ROUNDING = 1e-9
 _LATE = 1.0
 """Seconds after which a message has been handled by a rank that lives, once nothing is held up any more."""
 
-_ALIKE = tuple(bytes([0xA0 + len(name)]) + name.encode() for name in ("Ping", "Pong", "Renew"))
-"""Tags (msgpack) of messages that are all equal: one that arrives may be any of those sent."""
-
-_TAG = 2
-"""Where a message has its tag, after the header and the version."""
-
 _STAMPS = {"arrived": "arrived", "ready": "polled", "running": "joined"}
 """By state of a room at decode: the time of `Finished` at which it comes to that first."""
 
@@ -43,12 +37,10 @@ class OrderChecker:
         self._members: dict[str, Any] = {}
         self._born: dict[str, float] = {}
         self._ended = Counter[str]()  # by rank: processes that have
-        # by sender, its process and receiver: messages that are on their way, and when they were sent
-        self._sent: dict[tuple[str, int, str], dict[bytes, float]] = {}
-        self._from: dict[tuple[str, str], list[dict[bytes, float]]] = {}  # those of a sender and a receiver
-        self._alike: set[tuple[str, str, bytes]] = (
-            set()
-        )  # sender, receiver and message of those that were sent twice
+        # by sender, its process and receiver: when messages were sent that are on their way, by the id of each:
+        # equal ones are not the same object
+        self._sent: dict[tuple[str, int, str], dict[int, tuple[float, bytes]]] = {}
+        self._from: dict[tuple[str, str], list[dict[int, tuple[float, bytes]]]] = {}  # of a sender and a receiver
         self._queued: dict[tuple[int, int], int] = {}  # by program and room: its number in the queue
         self._times: dict[int, dict[str, float]] = {}  # by room at decode
         self._bytes: dict[str, Counter[tuple[str, str, str]]] = {"read": Counter(), "landed": Counter()}
@@ -80,17 +72,12 @@ class OrderChecker:
 
     def sent(self, sender: str, receiver: str, payload: bytes, now: float) -> None:
         """Take note of a message."""
-        if payload.startswith(_ALIKE, _TAG):
-            return
         key = sender, self._ended[sender], receiver
         sent = self._sent.get(key)
         if sent is None:
             sent = self._sent[key] = {}
             self._from.setdefault((sender, receiver), []).append(sent)
-        if sent.pop(payload, None) is not None:  # which of the two comes, and when, cannot be told
-            self._alike.add((sender, receiver, payload))
-        if (sender, receiver, payload) not in self._alike:
-            sent[payload] = now
+        sent[id(payload)] = now, payload
 
     def changes(self, room: Room, state: str, now: float) -> None:
         """Take note of when *room* comes to *state*."""
@@ -126,23 +113,21 @@ class OrderChecker:
             member = self._members.get(receiver)
             if member is None or member.has_ended or member.clock.halted or self._ended[sender] != process:
                 continue
-            if late := [at for at in left.values() if self._born[receiver] < at < now - _LATE]:
+            if late := [at for at, _ in left.values() if self._born[receiver] < at < now - _LATE]:
                 self._report("I12", f"{receiver} never handled what {sender} sent at {late[0]:g} s")
 
     def _comes(self, member: Any, handle: Callable[[Any], None], message: Any) -> None:
         receiver, (sender, payload) = member.rank.name, message
-        if payload.startswith(_ALIKE, _TAG):
-            handle(message)
-            return
-        ways = [sent for sent in self._from.get((sender, receiver), ()) if payload in sent]
-        if not ways and (sender, receiver, payload) not in self._alike:
+        place = id(payload)
+        sent = next((sent for sent in self._from.get((sender, receiver), ()) if place in sent), None)
+        if sent is None:
             self._report("I1", f"{receiver} handles what {sender} has not sent, or twice: {payload[:40]!r}")
-        for sent in ways[-1:]:
-            while (first := next(iter(sent))) != payload:
-                if (at := sent.pop(first)) > self._born[receiver]:
+        else:
+            while (first := next(iter(sent))) != place:
+                if (at := sent.pop(first)[0]) > self._born[receiver]:
                     what = f"{receiver} handles a message of {sender} before one that was sent at {at:g} s"
                     self._report("I7", what)
-            del sent[payload]
+            del sent[place]
         handle(message)
 
     def _entered(self, member: Any, join: Callable[..., None], *how: Any) -> None:

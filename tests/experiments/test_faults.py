@@ -414,6 +414,7 @@ def test_a_scenario_that_found_a_defect_is_clean(seed, requests, kinds, statuses
         10003110,  # a scheduler that steps does not sleep
         22018259,  # at the end of a pause it is woken at the same instant
         22012202,  # what is pulled has not moved when it is computed
+        60011063,  # a process and the one before it sent equal messages
     ],
 )
 def test_a_scenario_that_alarmed_wrongly_is_clean(seed):
