@@ -9,9 +9,8 @@ model was changed after a look at some: a GPU of `SEEN` counts as in-sample.
 
 from __future__ import annotations
 
-import csv
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -23,7 +22,7 @@ from experiments.serve import ServeOptions, job, on_model
 from pdsim.config import Config, ExperimentOptions
 from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError
-from pdsim.core.files import regular
+from pdsim.core.files import table
 from pdsim.core.progress import ShowProgress
 from pdsim.results.record import Metric, Result, Table
 from pdsim.serving.requests import RequestTable
@@ -64,6 +63,11 @@ STANDSTILL = 10.0
 """Seconds that a measured p99 of TTFT is above the predicted one where a server stood still: a first kernel of its
 kind is compiled or tuned, for more than a minute on B200, and the output of a run of some minutes is halved."""
 METRICS = {"output": "output_tput_per_gpu", "tpot": "median_tpot", "ttft": "median_ttft"}
+COLUMNS = (
+    *("hardware", "framework", "precision", "spec_method", "disagg", "isl", "osl", "conc", *METRICS.values()),
+    *(f"{side}_{name}" for side in ("prefill", "decode") for name in ("tp", "ep", "dp_attention", "num_workers")),
+)
+"""What a file has to have."""
 TAILS = {f"{name} p{tail}": f"p{tail}_{name}" for tail in (90, 99) for name in ("tpot", "ttft")}
 """Columns that not all rows have."""
 STRICT = {"strict SLO": (1.0, 0.02)}
@@ -218,7 +222,7 @@ def servers(
     """
     rows: dict[tuple[Server, int], list[dict[str, str]]] = defaultdict(list)
     left_out: dict[str, int] = defaultdict(int)
-    for row in (row for name in files for row in _read(Path(name))):
+    for row in (row for name in files for row in _read(name)):
         if gpus and row["hardware"] not in gpus:
             continue
         if row["framework"] not in ENGINES:
@@ -232,6 +236,14 @@ def servers(
     return rows, left_out
 
 
+def _read(name: str) -> list[dict[str, str]]:
+    way_out = "name a CSV file of InferenceX"
+    _, rows = table(Path(name), way_out)
+    if absent := [column for column in COLUMNS if column not in rows[0]]:
+        raise ConfigError(f"{name} has no column {' or '.join(absent)}; {way_out}")
+    return rows
+
+
 def medians(rows: Sequence[Mapping[str, str]]) -> dict[str, float]:
     """Return the median over dates of each of `METRICS` and `TAILS` that *rows* have: seconds, tokens a second."""
     return {
@@ -239,14 +251,6 @@ def medians(rows: Sequence[Mapping[str, str]]) -> dict[str, float]:
         for name, column in (METRICS | TAILS).items()
         if (known := [float(row[column]) for row in rows if row.get(column)])
     }
-
-
-def _read(path: Path) -> Iterator[dict[str, str]]:
-    try:
-        with open(path, newline="", encoding="utf-8", opener=regular) as file:
-            yield from csv.DictReader(file)
-    except OSError as error:
-        raise ConfigError(f"--against inferencex {path}: {error.strerror}; name a CSV file") from error
 
 
 _TAILS = {"": 0.5, " p90": 0.9, " p99": 0.99}

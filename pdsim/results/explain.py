@@ -103,22 +103,28 @@ def difference(folders: Sequence[Path]) -> tuple[list[str], list[Table]]:
 
 
 def _table(title: str, first: Mapping[str, float], second: Mapping[str, float], what: Mapping[str, str]) -> Table:
-    # The part is left out for a phase that changed in the other direction than the whole, and where nothing differs.
     change = {name: second[name] - first[name] for name in what}
-    total = 0.0 if _same(first, second) else sum(change.values())
+    shares = {} if _same(first, second) else _shares(change)
     rows = [
         [
             name,
             format_time(first[name]),
             format_time(second[name]),
             _number(second[name] / first[name]) if first[name] else "-",
-            share(change[name] / total) if total and change[name] * total > 0 else "-",
+            share(shares[name]) if name in shares else "-",
             what[name],
         ]
         for name in sorted(change, key=lambda name: -abs(change[name]))
     ]
     columns = dict.fromkeys(("phase", "A", "B", "B / A", "of the difference", "what"), "")
     return Table(f"Mean of {title}", columns, rows)
+
+
+def _shares(change: Mapping[str, float]) -> dict[str, float]:
+    # Of what changed in the direction of the whole: with what went the other way shares would exceed 1.
+    total = sum(change.values())
+    along = {name: seconds for name, seconds in change.items() if seconds * total > 0}
+    return {name: seconds / sum(along.values()) for name, seconds in along.items()}
 
 
 def _same(first: Mapping[str, float], second: Mapping[str, float]) -> bool:
@@ -137,9 +143,9 @@ def _sentences(name: str, a: _Means, b: _Means) -> Iterator[str]:
             same = f"{what} in the same time" if part == "request" else f"the same time for {what}"
             yield f"{name} {verb} {same}, {format_time(second)} in the mean"
         elif part == "request":
-            change = {phase: b[part][phase] - a[part][phase] for phase in PHASES}
-            most = max(change, key=lambda phase: change[phase] * (1 if second > first else -1))
-            due = change[most] / (second - first)
+            shares = _shares({phase: b[part][phase] - a[part][phase] for phase in PHASES})
+            most = max(shares, key=lambda phase: shares[phase])
+            due = shares[most]
             yield (
                 f"{name} serves a request {_times(second, first)} ({format_time(first)} -> {format_time(second)} in "
                 f"the mean), {'all' if due > 0.995 else share(due)} of it by {most} "

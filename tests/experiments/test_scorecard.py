@@ -4,15 +4,12 @@ import csv
 
 import pytest
 
-from experiments.scorecard import Server, was_cold
+from experiments.scorecard import COLUMNS, Server, was_cold
 from experiments.serve import ServeOptions, job
 from pdsim.config.compose import compose
 from pdsim.serving.colocated import instances
 
-HEAD = ["hardware", "framework", "precision", "spec_method", "disagg", "isl", "osl", "conc"]
-METRICS = ["output_tput_per_gpu", "median_tpot", "median_ttft"]
 TAILS = ["p90_tpot", "p90_ttft", "p99_tpot", "p99_ttft"]
-SIDES = [f"{side}_{name}" for side in ("prefill", "decode") for name in ("tp", "ep", "dp_attention", "num_workers")]
 
 
 def row(output: float, method: str = "none", framework: str = "sglang") -> list[object]:
@@ -24,7 +21,7 @@ def against(pdsim_prints, tmp_path):
     """Return a function that predicts rows, with tails if the first has them, and returns the report."""
 
     def predict(rows: list[list[object]], *more: str) -> str:
-        heads = HEAD + METRICS + SIDES + TAILS
+        heads = [*COLUMNS, *TAILS]
         path = tmp_path / "rows.csv"
         with path.open("w", newline="") as file:
             csv.writer(file).writerows([heads[: len(rows[0])], *rows])
@@ -44,6 +41,22 @@ def test_rows_are_the_median_over_dates(against):
     assert "left out: 1 of trt" in said
     assert "in-sample" in said
     assert " 20 " in said.partition("Servers")[2]
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        (b"\xff\xfe", "'utf-8' codec can't decode"),
+        (b"hardware,isl\nh200,256\n", "has no column framework or precision or spec_method or disagg or osl"),
+        (b"", "has no rows; name a CSV file of InferenceX"),
+    ],
+)
+def test_a_file_of_something_else_is_refused(pdsim_says, tmp_path, written, said):
+    (tmp_path / "rows.csv").write_bytes(written)
+    status, _, error = pdsim_says("validate", "--against", "inferencex", tmp_path / "rows.csv", f"output={tmp_path}")
+    assert status == 2
+    assert said in error
+    assert "incomplete" not in error
 
 
 def test_tails_count_where_rows_have_them_and_objectives_apart(against):
@@ -68,7 +81,7 @@ def test_regret_counts_steady_servers_apart(against):
 def test_servers_start_as_their_scripts_say_by_tp():
     def words(tp: int, disagg: str, framework: str = "sglang") -> list[str]:
         values = ["b200", framework, "fp8", "none", disagg, 8192, 1024, 4, 1.0, 0.01, 0.1, *(tp, 1, "False", 1) * 2]
-        return Server.of(dict(zip(HEAD + METRICS + SIDES, map(str, values), strict=True))).words()
+        return Server.of(dict(zip(COLUMNS, map(str, values), strict=True))).words()
 
     assert "scheduler.chunk=8192" in words(4, "False")
     assert "scheduler.decode_batch=128" in words(8, "False")
@@ -88,7 +101,7 @@ def test_a_server_is_cold_if_most_were_not_warmed():
 
 def test_errors_stand_also_without_servers_that_stood_still(against):
     rows = [[*row(10.0), 1.0, 1.0, 1.0, p99] for p99 in (1.0, 100.0)]
-    rows[1][HEAD.index("conc")] = 3
+    rows[1][COLUMNS[:8].index("conc")] = 3
     lines = errors(against(rows))
     counts = [(line[0], line[line.index("in-sample") + 1]) for line in lines]
     assert counts == [("colocated", "2"), ("colocated,", "1")]

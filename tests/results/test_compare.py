@@ -121,6 +121,17 @@ def test_no_part_of_an_equal_time_is_shown(runs, monkeypatch):
     assert {row[4] for row in requests.rows} == {"-"}
 
 
+def test_parts_are_of_what_changed_in_the_direction_of_the_whole(runs, monkeypatch):
+    means = dict(zip(runs, map(causes, runs), strict=True))
+    first = dict.fromkeys(means[runs[0]]["request"], 1.0)
+    means[runs[0]]["request"] = first
+    means[runs[1]]["request"] = {**first, "compute": 4.0, "transfer": 2.0, "queueing": 0.0}
+    monkeypatch.setattr("pdsim.results.explain.causes", means.get)
+    (sentence, _), (requests, _) = difference(runs)
+    assert {row[0]: row[4] for row in requests.rows if row[4] != "-"} == {"compute": "75.0 %", "transfer": "25.0 %"}
+    assert "75.0 % of it by compute" in sentence
+
+
 def test_explain_names_what_helps_and_what_differs(runs, pdsim_says):
     first, second = map(str, runs)
     status, out, _ = pdsim_says("explain", first)
