@@ -433,8 +433,8 @@ class OperatorForward:
         if self.model.attention == "mla":  # projections, norms and quantisations: a dense layer's launches more
             eager += layers * kernels.layer_launch
         scaled = sum(one.times for one, dtype in self._products[kernels.absorbed_prefill] if dtype == "fp8")
-        apart = 0 if self.graph_tokens else scaled  # torch.compile fuses it
-        return self.launch_factor * (eager + apart * kernels.scale_launch) / self.share
+        apart = -kernels.fused_saving if self.graph_tokens else kernels.scale_launch  # torch.compile fuses it
+        return self.launch_factor * (eager + scaled * apart) / self.share
 
     def _saved(self, rows: int) -> float:
         # What a CUDA graph of a step hides.  Shared experts run on a stream beside the router and the routed ones,

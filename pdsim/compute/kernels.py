@@ -135,6 +135,7 @@ class Kernels:
     layer_launch: Seconds = 0.0  # the least that a layer of prefill takes, launched kernel by kernel
     mixed_launch: Seconds = 0.0  # the same of a layer with experts; 0: as *layer_launch*
     scale_launch: Seconds = 0.0  # the same of scaling the activations of a product of 8 bits
+    fused_saving: Seconds = 0.0  # of such a product where torch.compile scales: it is launched so much faster
     prompt_host: Seconds = 0.0  # of an iteration with prompts, beside its kernels: its inputs, its samples
 
     def roof(self, name: str, model: str) -> Roof:

@@ -131,6 +131,7 @@ def test_experts_and_8_bits_launch_more_kernels():
     assert whole(kernels=slow).prefill([(0, 10)]) == 2.0
     assert whole(kernels=slow, model=narrow).prefill([(0, 10)]) == 4.0  # 2 layers of 4 products each
     assert whole(kernels=slow, model=narrow, graph_tokens=1).prefill([(0, 10)]) == 2.0  # torch.compile fuses it
+    assert whole(kernels=replace(slow, fused_saving=0.125), model=narrow, graph_tokens=1).prefill([(0, 10)]) == 1.0
 
 
 def test_torch_compile_leaves_rotary_two_kernels():
