@@ -493,7 +493,11 @@ class KvSender:
         parts = [
             Writes(one, *self._attached(one, one.path), partial(self._wrote, one), _labels(one)) for one in writes
         ]
-        sequence = self._rank.endpoint.write_sequence(writes[0].target.peer, parts, times)
+        peer, endpoint = writes[0].target.peer, self._rank.endpoint
+        if self._policy.notice:  # each notification holds decode up as it comes, so none may stand for others
+            sequence = WriteSequence(self._rank.clock, endpoint, peer, parts, times).start()
+        else:
+            sequence = endpoint.write_sequence(peer, parts, times)
         self._under_way += 1
         for part, write in enumerate(writes):
             write.room.moving += 1

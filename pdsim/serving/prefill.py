@@ -680,12 +680,12 @@ class PrefillWorker:
         clock = self.engine.clock
         late = 0.0 if self.scheduler is None else self.scheduler.launching(message.seconds)
         turns = self.posts.turns(clock.now, late, len(message.chunks))
-        if not turns:
-            if not self._unposted:
-                self.mover.computed(message.chunks, True)
-                self.sent()
-                return
-            turns = [clock.now]  # after a pause, posts whose turn has passed are still to come
+        if not turns and not self._unposted and self.posts.last <= clock.now:
+            self.mover.computed(message.chunks, True)
+            self.sent()
+            return
+        # behind the others: there is no turn if it computed nothing, and turns may have passed in a pause
+        turns = turns or [max(self.posts.last, clock.now)]
         pieces = [message.chunks] if len(turns) == 1 else [(chunk,) for chunk in message.chunks]
         for number, (when, chunks) in enumerate(zip(turns, pieces, strict=True), 1):
             self._unposted.append((chunks, number == len(turns)))

@@ -397,6 +397,8 @@ FIXED = [
     (6007318, 47, "kills broken caches", None),  # no forward followed the last evictions
     (30118800, 8, "aborts hosts engines runs", None),  # a run was stopped before its second forward was chosen
     (30181382, 12, "engines runs", None),  # in a run, posts by the scheduler's thread did not hold it up
+    (60007216, 1, "hosts runs", None),  # the notices of several writes held decode up at once
+    (60021003, 5, "aborts runs", None),  # after a forward that computed nothing a post came too soon
 ]
 """Scenarios that once broke an invariant: seed, requests, kinds of faults, and how the requests end."""
 
