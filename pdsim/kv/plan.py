@@ -556,6 +556,7 @@ class Peers(Generic[Connected]):
         self._waiting: dict[str, list[tuple[int, Callable[[], None]]]] = {}  # by incarnation, in order; with rooms
         self.prepare = 0.0
         self._lists: dict[str, int] = {}  # by incarnation: descriptors that are not prepared
+        self.preparing = 0  # incarnations whose lists are being made
 
     def __contains__(self, incarnation: str) -> bool:
         """Return whether rooms of *incarnation* may be moved."""
@@ -606,9 +607,11 @@ class Peers(Generic[Connected]):
     def _go_on(self, incarnation: str) -> None:
         if self._has_all(incarnation) and incarnation in self._waiting:
             seconds = self.prepare * self._lists.pop(incarnation, 0)
+            self.preparing += 1
             self._rank.clock.call_at(self._rank.clock.now + seconds, self._call_waiting, incarnation)
 
     def _call_waiting(self, incarnation: str) -> None:
+        self.preparing -= 1
         for _, then in self._waiting.pop(incarnation, ()):
             then()
 

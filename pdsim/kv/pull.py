@@ -134,9 +134,9 @@ class KvReader:
         return len(self._rooms)
 
     def progressed(self) -> bool:
-        """Return whether a read is under way, or has succeeded since the last call."""
+        """Return whether a read is under way or prepared, or has succeeded since the last call."""
         succeeded, self._succeeded = self._succeeded, False
-        return succeeded or self._under_way > 0
+        return succeeded or self._under_way + self.peers.preparing > 0
 
     def read(self, message: ReadRequest) -> None:
         """Read a room into its pages.  `TransferDone` follows."""

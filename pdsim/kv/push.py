@@ -242,12 +242,12 @@ class KvSender:
         return len(self._rooms)
 
     def progressed(self) -> bool:
-        """Return whether a write is under way, or has succeeded since the last call.
+        """Return whether a write is under way or prepared, or has succeeded since the last call.
 
         It answers the router's pings: an instance whose writes go on is slow, not stalled.
         """
         succeeded, self._succeeded = self._succeeded, False
-        return succeeded or self._under_way > 0
+        return succeeded or self._under_way + self.peers.preparing > 0
 
     def expect(self, chunks: Iterable[Chunk]) -> None:
         """Count *chunks*, whose forward begins: each will be given to `send`, and then `poll` be called."""

@@ -31,6 +31,14 @@ def test_answers_wait_behind_others_in_a_slow_proxy():
     assert served.statuses == ["ok"] * 20  # the first was computed 1.9 s before decode is asked to pull it
 
 
+@pytest.mark.parametrize("handoff", ["push", "pull"])
+def test_descriptor_lists_that_take_long_are_waited_for(handoff):
+    slow = ServingEngine(name="prepares", handoff=handoff, prepare=2e-2)
+    served = simulate(**ONE_LATER, engine=slow)
+    assert served.statuses == ["ok"]
+    assert served.outcome.seconds > 1.0 + 4 * DEADLINE  # most of it before the first descriptor is posted
+
+
 @pytest.mark.parametrize("seed", [203167, 207181, 209800, 210084])
 def test_requests_of_slow_and_lost_ranks_are_not_stalled(seed):
     tried = attempt(draw(seed, 50, 0.4))
