@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from math import inf
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -235,15 +234,15 @@ def at_moments(scenario: Scenario, random: np.random.Generator, others: Collecti
     number = 1 + int(10.0 ** random.uniform(0.0, np.log10(_MOST)))
     chances = random.random((2, 12)).tolist()
     lags, lag = random.random(2).tolist()
-    if lags < 0.45 and not scenario.faults.lagging and kinds[0] != "ReadDone":
+    # what is behind a late message waits, too, and whoever hears nothing for a deadline ends
+    lagging = scenario.faults.lagging or scenario.job.deadline < DEADLINE
+    if lags < 0.45 and not lagging and kinds[0] != "ReadDone":
         # the message itself is late, or may be, or the word of who comes back; an address meets early ones
         names = kinds[:1] if lags < 0.3 else ["RegisterRank"]
         names = [*names, "ConnectPeer"] if names == ["RegisterPool"] else names
-        # what the router sends after a `ConnectPeer` waits for it, and its ranks end if that is for a deadline
-        most = scenario.job.deadline / 8 if "ConnectPeer" in names else inf
-        held = min(10.0 ** (-3.0 + 2.5 * lag), most)
-        lagging = tuple(bytes([0xA0 + len(name)]) + name.encode() for name in names)
-        scenario = replace(scenario, faults=replace(scenario.faults, lagging=lagging, lag=held))
+        tags = tuple(bytes([0xA0 + len(name)]) + name.encode() for name in names)
+        held = min(10.0 ** (-3.0 + 2.5 * lag), DEADLINE / 8)
+        scenario = replace(scenario, faults=replace(scenario.faults, lagging=tags, lag=held))
     rehearsal = _Rehearsal(kinds[:4], number)
     model = Model(
         scenario.machine, scenario.engine, memory="tracked", seed=scenario.seed, faults=scenario.faults,

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from pdsim.compute.forward import ForwardModel
+from pdsim.compute.roofline import ForwardTime
 from pdsim.config import Config
 from pdsim.hardware.costs import Collective, CollectiveModel, Engine
 from pdsim.hardware.machine import Host, Machine, Nic
@@ -342,6 +344,8 @@ def in_blocks(
         page_size=LARGE * job.page_size,
         chunk=LARGE * job.chunk,
         shed=LARGE * job.shed,
+        prefill_time=_reduced(job.prefill_time),
+        decode_time=_reduced(job.decode_time),
         cache=replace(cache, **sizes, chunk=LARGE * cache.chunk if cache.chunk > 1 else 1),
         engine=replace(
             job.engine,
@@ -368,10 +372,23 @@ def in_blocks(
     )
     paths = {name: getattr(engine, name) for name in ("intra", "inter")}
     rates = {
-        name: path and replace(path, queue_rate=LARGE * path.queue_rate, read_rate=LARGE * path.read_rate)
+        name: path
+        and replace(
+            path,
+            queue_rate=LARGE * path.queue_rate,
+            read_rate=LARGE * path.read_rate,
+            descriptor=path.descriptor / LARGE,  # one a token, where heads part
+            wire_descriptor=path.wire_descriptor / LARGE,
+            read_descriptor=path.read_descriptor / LARGE,
+        )
         for name, path in paths.items()
     }
     return job, changed, machine, replace(engine, **rates)
+
+
+def _reduced(time: ForwardModel) -> ForwardTime:
+    assert isinstance(time, ForwardTime)
+    return replace(time, token_allreduce=time.token_allreduce / LARGE)
 
 
 def _by_tokens(costs: HostCosts) -> HostCosts:
