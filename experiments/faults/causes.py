@@ -145,8 +145,9 @@ class Causes:
             return "refused by" in error and name in self._scenario.misspeaks and at > kill[name]
         losses = [(rank, when, when) for rank, when in kill.items()]
         losses += [(each.rank, each.start, each.end) for each in self._scenario.faults.absences]
-        # the silence of a rank that was killed before may be noticed after
-        since = born - (1.5 * self._scenario.job.deadline + GRACE) * ("nothing from" in error)
+        # the silence of a rank that was killed before, and what one said, may be noticed after
+        late = GRACE * ("nothing from" in error or "(MessageError" in error)
+        since = born - late - 1.5 * self._scenario.job.deadline * ("nothing from" in error)
         lost = any(
             start <= at and end >= since for other, start, end in losses if instance_of(other) == instance_of(name)
         )
