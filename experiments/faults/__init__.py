@@ -44,7 +44,7 @@ class FaultsOptions(ExperimentOptions):
     """
 
     name: str = "faults"
-    scenarios: PositiveInt = 200  # each of which its own seed draws
+    scenarios: PositiveInt = 200  # each drawn by a seed of its own
     requests: PositiveInt = 50  # of each scenario
     first: NotNegativeInt = 0  # seed; the others follow
     seed: NotNegativeInt | None = None  # replay this scenario only

@@ -144,7 +144,7 @@ def misspeaking(rank: Rank, *, program: str, at: float, to: str, **arguments: An
 
 
 def short_of_memory(rank: Rank, *, runs: str, leaves: int, **arguments: Any) -> Program:
-    """Run the prefill program *runs* on a device of which others leave it so many bytes beside its pool."""
+    """Run the prefill program *runs* on a device whose other users leave it so many bytes beside its pool."""
     module, _, name = runs.partition(":")
     device, own = rank.device, Deployment.from_plain(arguments["job"]).prefill_layout().size
     device.allocate(device.capacity - device.used - own - leaves)

@@ -107,7 +107,7 @@ class SpeechChecker:
             if message.until < self._until.get(instance, -1) and receiver in self._members[ROUTER].job.ranks(
                 instance
             ):
-                self._report("I11", f"{receiver} is told to end by a message that leaves out processes told before")
+                self._report("I11", f"the message that ends {receiver} leaves out processes named before")
             self._until[instance] = max(message.until, self._until.get(instance, -1))
         elif isinstance(message, ConnectPeer) and message.started <= self._until.get(instance_of(receiver), -1):
             self._report("I11", f"{receiver} is in {message.incarnation}, and its process was told to end")
