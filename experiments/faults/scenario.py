@@ -428,7 +428,8 @@ def draw(
     full = FULL * (LARGE if "blocks" in kinds else 1)
     if gathers and config.collective is not None and config.collective.pool == full:
         last = list(job.ranks(job.prefills[0]))[-1]  # of its group
-        specs = [_short(spec, full) if spec.name == last else spec for spec in specs]
+        buffers = job.handoff.queues * job.staging.buffer if job.staging else 0  # which it has before the pool
+        specs = [_short(spec, full * 7 // 8 + buffers) if spec.name == last else spec for spec in specs]
     if "nodes" in kinds:
         faults = replace(faults, squeezes=tuple(_beside(squeeze, specs) for squeeze in faults.squeezes))
     if "runs" in kinds:
@@ -641,8 +642,8 @@ def _holding(spec: RankSpec) -> RankSpec:
     return replace(spec, program="experiments.faults.programs:decode") if decode else spec
 
 
-def _short(spec: RankSpec, pool: int) -> RankSpec:
-    arguments = dict(spec.arguments) | {"runs": spec.program, "leaves": pool * 7 // 8}
+def _short(spec: RankSpec, leaves: int) -> RankSpec:
+    arguments = dict(spec.arguments) | {"runs": spec.program, "leaves": leaves}
     return replace(spec, program="experiments.faults.programs:short_of_memory", arguments=arguments)
 
 

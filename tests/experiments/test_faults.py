@@ -410,9 +410,20 @@ def test_a_scenario_that_found_a_defect_is_clean(seed, requests, kinds, statuses
     assert statuses is None or done.statuses == statuses
 
 
+DEFAULT = (
+    70004267,  # memory was taken that buffers of staging need, and too little was left to gather
+    70014634,
+    70028322,
+    70014767,  # decode ranks register at one instant, in another order if forwards are runs
+    70030622,
+)
+"""Seeds of campaigns without kinds in each scenario."""
+
+
 @pytest.mark.parametrize(
     "seed",
     [
+        *DEFAULT,
         10003110,  # a scheduler that steps does not sleep
         22018259,  # at the end of a pause it is woken at the same instant
         22012202,  # what is pulled has not moved when it is computed
@@ -423,7 +434,8 @@ def test_a_scenario_that_found_a_defect_is_clean(seed, requests, kinds, statuses
     ],
 )
 def test_a_scenario_that_alarmed_wrongly_is_clean(seed):
-    assert not FaultTrial(seed, always=frozenset({"changes"})).run().violations
+    always = frozenset({"changes"} if seed not in DEFAULT else ())
+    assert not FaultTrial(seed, always=always).run().violations
 
 
 def test_reads_posted_before_the_reader_is_lost_are_watched():
