@@ -1,6 +1,7 @@
 """What others write is read, or refused as documented, however it is damaged.
 
 ``PDSIM_FUZZ=20000 pytest tests/test_fuzz.py -m "slow or not slow" --timeout 0`` draws 20,000 new inputs a test.
+They are drawn by `random`: Hypothesis took 4 ms an input, hundreds of times what most readers take.
 """
 
 import asyncio
@@ -9,19 +10,20 @@ import io
 import json
 import os
 import re
+import shutil
 import typing
 from contextlib import suppress
 from functools import cache, reduce
 from operator import getitem
 from pathlib import Path
+from random import Random
+from time import monotonic
 from types import UnionType
 
 import msgspec
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
 
 from backends.base.control import Card, _card, fields
 from pdsim.calibration import importers, samples
@@ -52,11 +54,20 @@ from tests.test_config import RULES
 MANY = int(os.environ.get("PDSIM_FUZZ", "0"))
 
 
-def inputs(count):
-    """Try *count* inputs, the same each time, or as many new ones as PDSIM_FUZZ says; 10 s are too long for one."""
-    checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-    how = {"database": None, "deadline": 10_000, "suppress_health_check": checks}
-    return settings(max_examples=MANY or count, derandomize=not MANY, **how)
+def inputs(count, draw, act):
+    """Call *act* with *count* inputs, the same each time, or as many new ones as PDSIM_FUZZ says.
+
+    *draw* makes one of a `Random`.  10 s are too long for one.
+    """
+    random = Random() if MANY else Random(0)
+    for _ in range(MANY or count):
+        drawn, start = draw(random), monotonic()
+        try:
+            act(drawn)
+            assert monotonic() - start < 10
+        except BaseException as error:
+            error.add_note(f"input: {drawn!r}")
+            raise
 
 
 def refused_in_one_line(act, *arguments):
@@ -72,39 +83,50 @@ def refused_in_one_line(act, *arguments):
 # --- damage
 
 
-@st.composite
-def damaged(draw, valid, pieces):
-    """Draw one of *valid*, texts or bytes, with up to four places cut, repeated, or overwritten with *pieces*."""
-    value = draw(valid)
-    for _ in range(draw(st.integers(0, 4))):
-        at, old = draw(st.integers(0, len(value))), draw(st.sampled_from((0, 0, 1, 1, 2, 5, 12, 80)))
-        again = draw(st.integers(0, len(value)))
-        value = value[:at] + draw(pieces | st.just(value[again : again + 12])) + value[at + old :]
+def damaged(random, value, piece):
+    """Return *value*, text or bytes, with up to four places cut, repeated, or overwritten by *piece*."""
+    for _ in range(random.randint(0, 4)):
+        at, old = random.randint(0, len(value)), random.choice((0, 0, 1, 1, 2, 5, 12, 80))
+        again = random.randint(0, len(value))
+        new = value[again : again + 12] if random.random() < 0.3 else piece(random)
+        value = value[:at] + new + value[at + old :]
     return value
 
 
-CHARACTERS = st.text("0123456789.-+eE|:,{}[]()\"'#=$%&*!?/\\ \n\t\x00NaTrufl\u00e9\u2028\ud7ff", max_size=4)
-BYTES = st.binary(max_size=8) | st.sampled_from([b"\xc1", b"\xa3"])
+CHARACTERS = "0123456789.-+eE|:,{}[]()\"'#=$%&*!?/\\ \n\t\x00NaTrufl\u00e9\u2028\ud7ff\x1b\u202e"
+BYTES = (b"\xc1", b"\xa3", b"\xff\xff\xff\xff", b"\x7f")
 NUMBERS = ("-1", "0", "1.5", "true", "null", "1e308", f"{1 << 62}", "9" * 400, '"4"')
-ODD = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=5)
-    | st.sampled_from([10**400, "1e9", "400Gbps", "-3us", "${hw}", "???", {"kind": "stall"}]),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
-    max_leaves=3,
-)
+ODD = (None, True, False, 0, -1, 1, 1 << 63, 10**400, 0.5, -1e-9, 1e308, float("nan"), float("inf"), "", "1e9")
+ODD += ("400Gbps", "-3us", "${hw}", "???", "\x1b[2J", "\u202eab", {"kind": "stall"})
 
 
-def torn(*valid):
-    return damaged(st.sampled_from(valid), BYTES)
+def text(random):
+    return "".join(random.choices(CHARACTERS, k=random.randint(0, 4)))
 
 
-def edited(*valid):
-    texts = damaged(st.sampled_from(valid), CHARACTERS).map(lambda text: text.encode(errors="surrogatepass"))
-    return texts | torn(*(text[:200].encode() for text in valid))
+def binary(random):
+    return random.randbytes(random.randint(0, 8)) if random.random() < 0.7 else random.choice(BYTES)
+
+
+def odd(random, depth=2):
+    kind = random.randint(0, 9)
+    if kind < 2 and depth:
+        values = [odd(random, depth - 1) for _ in range(random.randint(0, 2))]
+        return values if kind else {text(random): value for value in values}
+    if kind < 5:
+        bits = random.getrandbits(random.choice((4, 20, 70)))
+        return random.choice((text(random), bits, -bits, random.gauss(0, 10.0 ** random.randint(-20, 20))))
+    return random.choice(ODD)
+
+
+def torn(random, *valid):
+    return damaged(random, random.choice(valid), binary)
+
+
+def edited(random, *valid):
+    if random.random() < 0.3:
+        return torn(random, *(text[:200].encode() for text in valid))
+    return damaged(random, random.choice(valid), text).encode(errors="surrogatepass")
 
 
 GONE = "left out"
@@ -120,9 +142,11 @@ def places(value, at=()):
         yield (*at, "another")
 
 
-def changes(values):
-    """Draw one to three places of the tree *values*, and what is put there."""
-    return st.lists(st.tuples(st.sampled_from([*places(values)]), ODD | st.just(GONE)), min_size=1, max_size=3)
+def changes(random, where):
+    """Draw one to three of the places *where*, and what is put there."""
+    return [
+        (random.choice(where), GONE if random.random() < 0.2 else odd(random)) for _ in range(random.randint(1, 3))
+    ]
 
 
 def changed(values, changes):
@@ -161,12 +185,18 @@ KINDS = [kind for kind in vars(messages).values() if isinstance(kind, type) and 
 PAYLOADS = [messages.encode(instance(kind)) for kind in KINDS if kind is not KvMessage] + [messages.refusal("why")]
 
 
-@inputs(1000)
-@given(torn(*PAYLOADS) | st.binary(max_size=64).map(bytes([messages.VERSION]).__add__))
-@example(b"\x93\xa1\x93")
-def test_any_bytes_are_a_message_or_a_message_error(payload):
-    with suppress(MessageError):
-        messages.decode(payload)
+def test_any_bytes_are_a_message_or_a_message_error():
+    def draw(random):
+        if random.random() < 0.3:
+            return bytes([messages.VERSION]) + random.randbytes(random.randint(0, 64))
+        return torn(random, *PAYLOADS)
+
+    def act(payload):
+        with suppress(MessageError):
+            messages.decode(payload)
+
+    act(b"\x93\xa1\x93")
+    inputs(10_000, draw, act)
 
 
 # --- connections
@@ -190,16 +220,22 @@ def endpoints():
 CARD = msgspec.msgpack.encode(Card("a", "tcp://127.0.0.1:4000", b"0123456789abcdef", "1/2/3"))
 
 
-@inputs(300)
-@given(torn(endpoints()[1]), st.lists(torn(CARD), max_size=2), st.lists(torn(b"12"), max_size=3), st.booleans())
-def test_any_frames_of_a_connection_are_read_or_refused(address, cards, frames, number):
-    for act in (
-        lambda: endpoints()[0].connect(address),
-        lambda: _card("a", cards),
-        lambda: fields(frames, int if number else str, int),
-    ):
-        with suppress(MessageError, TransferError):
-            act()
+def test_any_frames_of_a_connection_are_read_or_refused():
+    def draw(random):
+        cards, frames = ([torn(random, valid) for _ in range(random.randint(0, 3))] for valid in (CARD, b"12"))
+        return torn(random, endpoints()[1]), cards, frames, random.choice((int, str))
+
+    def act(drawn):
+        address, cards, frames, kind = drawn
+        for read in (
+            lambda: endpoints()[0].connect(address),
+            lambda: _card("a", cards),
+            lambda: fields(frames, kind, int),
+        ):
+            with suppress(MessageError, TransferError):
+                read()
+
+    inputs(3000, draw, act)
 
 
 # --- files
@@ -215,17 +251,23 @@ OUTPUTS = [path.read_text("utf-8") for path in sorted((Path(__file__).parent / "
 
 
 @pytest.mark.slow
-@inputs(300)
-@given(edited(*TRACES), edited(SAMPLES), edited(*OUTPUTS), st.sampled_from(["", *importers.FORMATS]))
-def test_any_file_is_read_or_refused_in_a_line(tmp_path, trace, rows, output, tool):
+@pytest.mark.parametrize("kind", ["trace", "samples", "output"])
+def test_any_file_is_read_or_refused_in_a_line(tmp_path, kind):
     path = tmp_path / "input"
-    for content, act in (
-        (trace, lambda: workload.load(Workload(trace=str(path)), 0, 1000)),
-        (rows, lambda: samples.read(path)),
-        (output, lambda: importers.read(path, tool)),
-    ):
+    valid = {"trace": TRACES, "samples": (SAMPLES,), "output": OUTPUTS}[kind]
+    read = {
+        "trace": lambda tool: workload.load(Workload(trace=str(path)), 0, 1000),
+        "samples": lambda tool: samples.read(path),
+        "output": lambda tool: importers.read(path, tool),
+    }[kind]
+
+    def act(drawn):
+        content, tool = drawn
         path.write_bytes(content)
-        refused_in_one_line(act)
+        refused_in_one_line(read, tool)
+
+    tools = ["", *importers.FORMATS]
+    inputs(1000, lambda random: (edited(random, *valid), random.choice(tools)), act)
 
 
 @pytest.fixture(scope="module")
@@ -235,27 +277,34 @@ def kept(tmp_path_factory):
 
 
 @pytest.mark.slow
-@inputs(60)
-@given(st.data())
-def test_any_folder_of_results_is_shown_or_refused(kept, tmp_path, data):
+def test_any_folder_of_results_is_shown_or_refused(kept, tmp_path):
     folder = tmp_path / "sweep" / "run"
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(kept, folder)
     contents = {name: (kept / name).read_bytes() for name in FILES}
-    which = data.draw(st.sampled_from([name for name in FILES if not name.endswith("parquet")]))
-    content = edited(contents[which].decode())
-    if which.endswith("json"):
-        right = json.loads(contents[which])
-        content |= changes(right).map(lambda drawn: json.dumps(changed(right, drawn)).encode())
-    for name in FILES:
-        (folder / name).write_bytes(data.draw(content) if name == which else contents[name])
-    out = io.StringIO()
-    for act in (
-        lambda: terminal.show(folder, out),
-        lambda: terminal.as_json(folder),
-        lambda: [terminal.show_table(table, out) for table in compare.tables([kept, folder])],
-        lambda: compare.as_dict([folder, kept]),
-    ):
-        refused_in_one_line(act)
+    trees = {name: json.loads(content) for name, content in contents.items() if name.endswith("json")}
+    where = {name: [*places(right)] for name, right in trees.items()}
+
+    def draw(random):
+        name = random.choice(FILES)
+        if name in trees and random.random() < 0.5:
+            return name, json.dumps(changed(trees[name], changes(random, where[name]))).encode()
+        valid = contents[name]
+        return name, torn(random, valid) if name.endswith("parquet") else edited(random, valid.decode())
+
+    def act(drawn):
+        name, content = drawn
+        (folder / name).write_bytes(content)
+        out = io.StringIO()
+        for show in (
+            lambda: terminal.show(folder, out),
+            lambda: terminal.as_json(folder),
+            lambda: [terminal.show_table(table, out) for table in compare.tables([kept, folder])],
+            lambda: compare.as_dict([folder, kept]),
+        ):
+            refused_in_one_line(show)
+        (folder / name).write_bytes(contents[name])
+
+    inputs(100, draw, act)
 
 
 # --- configurations
@@ -268,14 +317,21 @@ TREES = (
 
 
 @pytest.mark.slow
-@inputs(150)
-@given(st.sampled_from(TREES).flatmap(lambda words: st.tuples(st.just(words), changes(tree(*words.split())))))
-@example((TREES[0], [(("backend", "policy"), None)]))
-@example((TREES[0], [(("engine", "sources"), None)]))
-@example((TREES[0], [(("model", "hf_config", "intermediate_size"), None)]))
-def test_any_values_are_a_configuration_or_refused(drawn):
-    words, changes = drawn
-    refused_in_one_line(load, changed(tree(*words.split()), changes))
+def test_any_values_are_a_configuration_or_refused():
+    trees = {words: tree(*words.split()) for words in TREES}
+    where = {words: [*places(right)] for words, right in trees.items()}
+
+    def draw(random):
+        words = random.choice(TREES)
+        return words, changes(random, where[words])
+
+    def act(drawn):
+        refused_in_one_line(load, changed(trees[drawn[0]], drawn[1]))
+
+    act((TREES[0], [(("backend", "policy"), None)]))
+    act((TREES[0], [(("engine", "sources"), None)]))
+    act((TREES[0], [(("model", "hf_config", "intermediate_size"), None)]))
+    inputs(150, draw, act)
 
 
 WORDS = [word for words, _ in RULES for word in words.split()]
@@ -294,10 +350,11 @@ def overridden(words):
     compose.set_keys([word.lstrip("+") for word in overrides])
 
 
-@inputs(150)
-@given(st.lists(damaged(st.sampled_from(WORDS), CHARACTERS), min_size=1, max_size=3))
-def test_any_words_are_overrides_or_refused(words):
-    refused_in_one_line(overridden, words)
+def test_any_words_are_overrides_or_refused():
+    def draw(random):
+        return [damaged(random, random.choice(WORDS), text) for _ in range(random.randint(1, 3))]
+
+    inputs(500, draw, lambda words: refused_in_one_line(overridden, words))
 
 
 # --- servers
@@ -320,29 +377,30 @@ MANNERS = ["whole"] * 17 + ["late", "cut", "held"]
 ENDS = ("ok", "Aborted: ", "Error: ", "HTTP ", "Malformed: ", "ServerLost: ", "Timeout: ")
 
 
-@st.composite
-def miscounted(draw, payload):
+def miscounted(random, payload):
     """Draw *payload* with one of its numbers replaced by an odd one."""
-    at = draw(st.sampled_from(list(re.finditer(rb"\d+", payload))))
-    return payload[: at.start()] + draw(st.sampled_from(NUMBERS)).encode() + payload[at.end() :]
+    at = random.choice(list(re.finditer(rb"\d+", payload)))
+    return payload[: at.start()] + random.choice(NUMBERS).encode() + payload[at.end() :]
 
 
 @pytest.mark.slow
-@inputs(150)
-@given(
-    st.data(),
-    st.sampled_from([VLLM, SGLANG]),
-    st.booleans(),
-    st.sampled_from(["whole"] * 17 + ["late", "cut", "held"]),
-)
-def test_a_request_ends_whatever_a_server_answers(data, form, pair, manner):
-    stream = OK + b"".join(STREAMS[form]) + b"data: [DONE]\n\n"
-    answers = [OK + PREFILLED, stream] if pair and form is VLLM else [stream]
-    drawn = [data.draw(torn(answer) | miscounted(answer) | st.just(answer)) for answer in answers]
-    parts = [[answer[: len(answer) // 2], answer[len(answer) // 2 :]] for answer in drawn]
-    parts[0].insert(1, {"whole": b"", "late": 1e-3, "cut": None, "held": 1.0}[manner])
-    row = asyncio.run(served(*(part.copy for part in parts), form=form, patience=0.1 if manner == "held" else 5.0))
-    assert row.status.startswith(ENDS)
-    assert len(row.status.splitlines()) == 1
-    assert row.status != "ok" or (row.tokens == 4 and row.first is not None and min(row.gaps, default=0) >= 0)
-    assert manner == "held" or not row.status.startswith("Timeout")
+def test_a_request_ends_whatever_a_server_answers():
+    def draw(random):
+        form = random.choice((VLLM, SGLANG))
+        stream = OK + b"".join(STREAMS[form]) + b"data: [DONE]\n\n"
+        answers = [OK + PREFILLED, stream] if form is VLLM and random.random() < 0.5 else [stream]
+        change = (torn, miscounted, lambda _, answer: answer)
+        return form, [random.choice(change)(random, answer) for answer in answers], random.choice(MANNERS)
+
+    def act(drawn):
+        form, answers, manner = drawn
+        parts = [[answer[: len(answer) // 2], answer[len(answer) // 2 :]] for answer in answers]
+        parts[0].insert(1, {"whole": b"", "late": 1e-3, "cut": None, "held": 1.0}[manner])
+        patience = 0.1 if manner == "held" else 5.0
+        row = asyncio.run(served(*(part.copy for part in parts), form=form, patience=patience))
+        assert row.status.startswith(ENDS)
+        assert len(row.status.splitlines()) == 1
+        assert row.status != "ok" or (row.tokens == 4 and row.first is not None and min(row.gaps, default=0) >= 0)
+        assert manner == "held" or not row.status.startswith("Timeout")
+
+    inputs(150, draw, act)
