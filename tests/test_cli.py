@@ -390,7 +390,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
 def test_the_same_experiment_runs_on_a_real_engine(pdsim_says):
     pytest.importorskip("mooncake.engine", reason="needs mooncake-transfer-engine", exc_type=ImportError)
     status, _, err = pdsim_says("run", *QUICK, "target=real", "hw=loopback", "output=kept")
-    assert err.startswith("transfer on loopback begins: 0%\n")
+    assert err.startswith("transfer on loopback ")
     (folder,) = Path("kept").iterdir()
     run = json.loads(pdsim_says("show", str(folder), "--json")[1])
     assert (status, run["status"], run["target"]) == (0, "ok", "real")

@@ -110,6 +110,12 @@ def test_an_unknown_type_is_assumed(tmp_path):
     [
         ({"model_type": "qwen3"}, "lacks hidden_size, num_hidden_layers, num_attention_heads, vocab_size"),
         (QWEN3 | {"hybrid_override_pattern": "M*"}, "means layers of mamba or of an MLP alone"),
+        (QWEN3 | {"model_type": "xlm-roberta", "architectures": None}, "xlm-roberta in .* is no decoder"),
+        (
+            QWEN3 | {"architectures": ["Qwen3ForSequenceClassification"]},
+            "Qwen3ForSequenceClassification in .* no dec",
+        ),
+        (QWEN3 | {"is_encoder_decoder": True}, "is_encoder_decoder in .* is no decoder"),
         (QWEN3 | {"layer_types": ["mamba"] * 36}, "layers of mamba are not modelled"),
         ([], "has no keys"),
         ({"text_config": 5}, "text_config in .* has no keys"),

@@ -282,9 +282,13 @@ def test_the_command_prints_runs_and_writes(tmp_path, pdsim_prints):
     assert "written: mine.yaml" in pdsim_prints("recipe", *words, "-o", "mine.yaml", "--run")
     (kept,) = (tmp_path / "results").iterdir()
     printed = pdsim_prints("recipe", "--to", "vllm", str(kept))
+    assert "--gpu-memory-utilization 0.92" in printed
     assert "--model Qwen/Qwen3-8B --served-model-name qwen3-8b" in printed
     assert [word.rpartition("=")[2] for word in translated(servers(printed)).words if "tp=" in word] == ["2", "2"]
     assert "decode_batch: 64" in pdsim_prints("run", "--config-dir", ".", "--config-name", "mine", "--cfg", "job")
+    own = kept / "config.yaml"
+    own.write_text(own.read_text().replace("eviction: block", "eviction: radix"))
+    assert "--mem-fraction-static 0.9" in pdsim_prints("recipe", "--to", "sglang", kept)  # vLLM's is of other bytes
 
 
 def test_files_that_cannot_be_read_or_written_are_refused(tmp_path, pdsim_refuses):

@@ -95,7 +95,7 @@ def _yaml(words: Sequence[str]) -> str:
 
 def _commands(engine: str, folders: Sequence[str]) -> int:
     from backends.live.commands import MODULES, launches, refusals, router
-    from pdsim.config import load
+    from pdsim.config import load, presets
     from pdsim.results import schema
 
     if engine not in MODULES:
@@ -106,6 +106,11 @@ def _commands(engine: str, folders: Sequence[str]) -> int:
     config = load({key: value for key, value in values.items() if key not in ("defaults", "hydra")})
     if getattr(config.experiment, "deployment", "") == "colocated":
         config = replace(config, live=replace(config.live, layout="colocated"))
+    if presets.family(config.engine.name) != engine:  # whose fraction is of other bytes
+        newest = list(presets.RELEASES[engine])[-1]
+        value = presets.settings(engine, newest)["scheduler.memory_fraction"].value
+        fraction = value(config) if callable(value) else value
+        config = replace(config, scheduler=replace(config.scheduler, memory_fraction=fraction))
     named = re.search(r"config\.json of (\S+/\S+)", " ".join(config.model.sources.values()))
     model = Path(named[1] if named else config.model.name)
     if problems := list(refusals(config, engine)):

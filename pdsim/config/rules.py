@@ -513,6 +513,9 @@ def _tenants(workload: Workload, context: int) -> Iterator[str]:
 def placement(config: Config) -> Iterator[str]:
     """Yield each problem of the placement of prefill and decode instances on the machine of *config*."""
     hw, backend, parallel = config.hw, config.backend, config.parallel
+    if hw.prefill and hw.prefill not in (known := plugins.options("hw")):
+        yield f"hw.prefill={hw.prefill} does not exist; {instead(hw.prefill, known, 'hw.prefill={}')}"
+        return
     if hw.prefill and (config.target != "model" or not hw.gpus or getattr(config.experiment, "colocated", False)):
         yield f"hw.prefill={hw.prefill} has target=model, GPUs and a disaggregated deployment; leave hw.prefill out"
         return

@@ -56,6 +56,12 @@ _CONTEXT = 131_072  # of a file that names none
 _MOST = {"num_hidden_layers": 10_000}
 _KINDS = {"layer_types": list, "mlp_only_layers": list}
 
+ENCODERS = re.compile(
+    r"[\w-]*bert[\w-]*|electra|mpnet|xlm[\w-]*|xlnet|t5|clip\w*|siglip\w*|vit\w*"  # model_type
+    r"|\w+For(MaskedLM|PreTraining|SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice)"
+)
+"""Values of ``model_type`` and ``architectures`` of models that generate no tokens, unless ``is_decoder``."""
+
 READ = re.compile(
     r"llama4?|mi[sx]tral|qwen[23].*|deepseek_v[23]\w*|kimi_k2\w*|glm\w*|minimax_m2|gpt_oss|gemma[23]\w*|phi3"
 )
@@ -138,6 +144,14 @@ def read(path: Path, name: str = "") -> dict[str, Any]:
         raise ConfigError(
             f"model={name}: {unread[0]} in {path} means {UNREAD[unread[0]]}, which are not modelled; describe "
             "the nearest model in a file of your own: DIR/model/NAME.yaml, --config-dir DIR model=NAME"
+        )
+    built = own.get("architectures")
+    kinds = [own["model_type"], *(map(str, built) if isinstance(built, list) else ())]
+    encoder = next(filter(ENCODERS.fullmatch, kinds), "is_encoder_decoder" if own.get("is_encoder_decoder") else "")
+    if encoder and not own.get("is_decoder"):
+        raise ConfigError(
+            f"model={name}: {encoder} in {path} is no decoder, which alone is modelled; name the file of a model "
+            "that generates tokens from its own KV cache"
         )
     if lacking := [key for key in _NEEDED if key not in own]:
         raise ConfigError(f"model={name}: {path} lacks {', '.join(lacking)}; name the file of a language model")

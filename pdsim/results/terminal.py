@@ -212,8 +212,8 @@ class Progress:
 
     Call it with the share done, 0 to 1, and a few words, from any thread; use it as a context manager, or call
     `close`.  A terminal sees the bar *after* so many seconds; other files get a line *every* so many.  With
-    *at_once*, for what takes minutes, the first call is a line of its own, and lines follow, at first every 2 s,
-    also while nothing calls: a thread writes what was said last.
+    *at_once*, for what takes minutes, the first line comes after half a second, which refusals do not take, and
+    others follow, at first every 2 s, also while nothing calls: a thread writes what was said last.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class Progress:
         self._began = time.monotonic()
         self._pause = 0.1 if self._terminal else min(2.0, every) if at_once else every
         self._every = every
-        self._next = self._began + (after if self._terminal else 0.0 if at_once else every)
+        self._next = self._began + (after if self._terminal else 0.5 if at_once else every)
         self._first: float | None = None  # the share when it was first called: what an earlier run has done
         self._last = 0.0, ""
         self._lock = threading.RLock()

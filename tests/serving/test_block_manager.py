@@ -129,6 +129,8 @@ def test_prefill_computes_on_gpus_of_another_kind():
     assert 0.3 < other.prefill_seconds(pieces) / one.prefill_seconds(pieces) < 0.8
     assert other.decode_time == one.decode_time
     assert {place.node for place in places(mixed.parallel, mixed.hw)[1]} == {1}
+    with pytest.raises(ConfigError, match=r"hw.prefill=8xb20 does not exist; did you mean hw.prefill=8xb200\?"):
+        compose(["hw=2x8xh200", "hw.prefill=8xb20"])
     with pytest.raises(ConfigError, match=r"hw.prefill=8xb200 needs nodes of its own .* raise hw.nodes"):
         places(mixed.parallel, replace(mixed.hw, nodes=1))
     with pytest.raises(ConfigError, match="target=model, GPUs and a disaggregated deployment; leave hw"):
