@@ -122,7 +122,7 @@ def pair(source: Pages, target: Pages) -> Runs:
 
 
 def cut(runs: Runs, first: int, count: int) -> Runs:
-    """Return what of *runs* lies among the *count* pages from the *first*-th on, counted over all runs.
+    """Return what of *runs* are the *count* pages from the *first*-th on, counted over all runs, which have them.
 
     >>> cut(((10, 20, 4), (30, 40, 4)), first=3, count=3)
     ((13, 23, 1), (30, 40, 2))
@@ -135,10 +135,9 @@ def cut(runs: Runs, first: int, count: int) -> Runs:
         return runs
     begin, last = bisect_right(ends, first), bisect_left(ends, end)
     parts = list(runs[begin : last + 1])
-    if parts and last < len(ends):  # the end first: it may be of the same run
-        source, target, size = parts[-1]
-        parts[-1] = source, target, size - (ends[last] - end)
-    if parts and (skip := first - (ends[begin - 1] if begin else 0)) > 0:
+    source, target, size = parts[-1]  # the end first: it may be of the same run
+    parts[-1] = source, target, size - (ends[last] - end)
+    if (skip := first - (ends[begin - 1] if begin else 0)) > 0:
         source, target, size = parts[0]
         parts[0] = source + skip, target + skip, size - skip
     return tuple(parts)
@@ -210,21 +209,12 @@ class PagePool:
         self._sizes[owner] = count
         return pages
 
-    def extend(self, owner: int, count: int) -> bool:
-        """Give *count* more pages to *owner*; return False, and give none, if fewer are free.
-
-        Raise as `allocate` does, and a `KeyError` if *owner* has no pages.
-        """
-        if count < 1:
-            raise ValueError(f"count must be >= 1, got {count}")
-        if owner not in self.owners:
-            raise KeyError(f"owner {owner} has no pages to extend")
+    def extend(self, owner: int, count: int) -> None:
+        """Give *count* more pages to *owner*, which are free.  Raise a `KeyError` if it has no pages."""
         count = self.rounded(count)
-        if count > self.free:
-            return False
+        assert count <= self.free, f"owner {owner} lacks {count} pages, {self.free} are free"
         self.owners[owner] = self.joined(self.owners[owner], self.take(owner, count))
         self._sizes[owner] += count
-        return True
 
     def rounded(self, count: int) -> int:
         """Return how many pages an owner gets that asks for *count*."""
@@ -294,8 +284,6 @@ class PagePool:
         self.peak = max(self.peak, self.used)
 
     def _taken_back(self, owner: int) -> Pages:
-        if owner not in self.owners:
-            raise KeyError(f"owner {owner} has no pages to release")
         del self._sizes[owner]
         return self.owners.pop(owner)
 
@@ -388,8 +376,6 @@ class SlotPool:
 
     def release(self, owner: int) -> None:
         """Take the slot of *owner* back.  Raise a `KeyError` if it has none."""
-        if owner not in self.owners:
-            raise KeyError(f"owner {owner} has no slot to release")
         self._free.append(self.owners.pop(owner))
 
 

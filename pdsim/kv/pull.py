@@ -145,8 +145,6 @@ class KvReader:
 
     def _begin(self, room: _ReadRoom) -> None:
         message = room.request
-        if room.failed:
-            return
         if not self.peers.connected(message.prefill):
             self.peers.wait(message.prefill, message.room, lambda: self._begin(room))
             return

@@ -229,7 +229,7 @@ class KvSender:
             for one in (write, *write.beside):
                 self._broken(one, error)
 
-        handed_over = policy.handover and rank.clock.virtual  # a real thread waits by itself
+        handed_over = policy.queues and policy.handover and rank.clock.virtual  # a real thread waits by itself
         self._queues: Queues[Write] = Queues(
             policy.queues, self._handed_over if handed_over else self._begin, refused
         )
@@ -280,8 +280,8 @@ class KvSender:
         It is where they are one sequence, which `retime` gives other times.  `computed` must be called at the end.
         Only a callback may call it.
         """
-        state, targets = self._rooms.get(chunk.room), self.peers.of(chunk.decode)
-        if state is None or state.status is Status.FAILED:
+        state, targets = self._rooms[chunk.room], self.peers.of(chunk.decode)
+        if state.status is Status.FAILED:
             return True
         if not self.peers.connected(chunk.decode) or len(targets) != 1 or self._map.all_cp_ranks:
             return False
@@ -298,8 +298,7 @@ class KvSender:
 
     def retime(self, room: int, times: Sequence[float]) -> None:
         """Give the writes of *room* that are sent in turn other *times*: those that have been posted keep theirs."""
-        state = self._rooms.get(room)
-        for sequence, _ in state.sequences if state is not None else ():
+        for sequence, _ in self._rooms[room].sequences:
             sequence.retime(times)
 
     def send_layers(self, chunks: Sequence[Chunk], begun: float, seconds: float) -> None:
@@ -358,9 +357,7 @@ class KvSender:
 
     def computed(self, chunk: Chunk) -> None:
         """Count *chunk*, whose forward has ended and whose planes are written as they are computed."""
-        state = self._rooms.get(chunk.room)
-        if state is None:
-            return
+        state = self._rooms[chunk.room]
         state.planned -= 1
         if state.status is Status.FAILED:
             self._settle(state)

@@ -114,9 +114,9 @@ class KvReceiver:
         if not isinstance(arrival, Arrival):
             raise MessageError(f"{notification.sender} attached {type(arrival).__name__} to a write, need Arrival")
         self._hold(self._notice * notification.times)
-        if arrival.chunk < 0:
+        if arrival.chunk < 0 or self.landing is None:
             self.arrive(arrival, count=notification.times)
-        elif self.landing is not None:
+        else:
             self.landing.scatter(arrival)
 
     def arrive(self, arrival: Arrival, reason: str = "", count: int = 1) -> None:
@@ -222,8 +222,6 @@ class Ring:
 
     def release(self, key: Hashable) -> None:
         """Free the slot of *key*.  Raise a `KeyError` if it has none: nothing is freed twice."""
-        if key not in self.slots:
-            raise KeyError(f"{key} has no slot to release")
         self.used -= self.slots.pop(key).size
 
     def withdraw(self, key: Hashable) -> bool:

@@ -81,8 +81,6 @@ class ForwardGather:
             yield from gather.open()
         except TransferError as error:
             gather.close()
-            if self.memory == "plain":
-                raise
             self._fall_back(error)
             gather = self._buffers(split, tensors, keep)
             yield from gather.open()
@@ -112,10 +110,9 @@ class ForwardGather:
             number = bisect_right(starts, first) - 1
             chunk = chunks[number][0]
             token = self._first(*chunks[number]) + first - starts[number]
-            if chunk.room <= self._checked:
-                for tensor in range(tensors.count):
-                    content = self._contents.token_rows(chunk.room, tensor, range(token, token + rows))
-                    mine.write((tensor * count + place) * tensors.row, content.tobytes())
+            for tensor in range(tensors.count if chunk.room <= self._checked else 0):
+                content = self._contents.token_rows(chunk.room, tensor, range(token, token + rows))
+                mine.write((tensor * count + place) * tensors.row, content.tobytes())
             place += rows
 
     def _first(self, chunk: Chunk, tokens: int) -> int:

@@ -309,8 +309,7 @@ class Membership:
 
     def lose_refused(self, rank: str, reason: str) -> None:
         """Lose the instance of *rank*, which *process* has refused."""
-        if (instance := instance_of(rank)) in self.instances:
-            self._lose(instance, f"MessageError: {reason}")
+        self._lose(instance_of(rank), f"MessageError: {reason}")
 
     def lose_incarnation(self, incarnation: str, reason: str) -> None:
         """Lose *incarnation*, unless it is over: its instance may have been started again since."""
@@ -325,8 +324,6 @@ class Membership:
         It serves again if it has some left after so many *seconds*, or if its side loses all others.  *rooms* are
         the `pdsim.serving.router.RoutedRequest` under way.
         """
-        if self._process.has_ended:
-            return
         others = self.registry.side(instance).load.keys() - self.registry.resting - {instance}
         if not self.registry.formed(instance) or not others:
             return

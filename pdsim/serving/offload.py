@@ -83,8 +83,6 @@ class TierMover:
         return done
 
     def _write(self, message: MovePrefixes) -> None:
-        if self._engine.has_ended:
-            return
         self.written(message.number, "host")
         for one in message.writes:
             event = self._engine.traffic.tier(one.tier, one.nbytes, one.objects, out=True, gpu=False)
@@ -92,8 +90,7 @@ class TierMover:
 
     def _tell(self, number: int, tier: str) -> None:
         engine = self._engine
-        if not engine.has_ended:
-            engine.send(leader(engine.instance), PrefixesWritten(engine.incarnation, number, tier))
+        engine.send(leader(engine.instance), PrefixesWritten(engine.incarnation, number, tier))
 
 
 class TierScheduler:
@@ -204,7 +201,7 @@ class TierScheduler:
         # Once the request has begun, the batch under way is the last.
         try:
             for begin in range(0, len(missing), BATCH):
-                if room.failed or room.has_pages or self._engine.has_ended:
+                if room.failed or room.has_pages:
                     return
                 batch = missing[begin : begin + BATCH]
                 yield self._move((), [origin for _, origin in batch], prefetch=True)

@@ -362,8 +362,7 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
             self.clock.call_at(self.clock.now + self.host.costs.launch, self.handoff.look, None)
         if self.job.engine.ahead:
             yield from self._choose_ahead(forward)
-        if not computed.processed:
-            yield computed
+        yield computed
         if cache.prefill:
             for room, tokens in done:  # without those of a forward that has been chosen ahead since
                 if cache.found == "computed":
@@ -621,7 +620,7 @@ class PrefillWorker:
     def _pass(self, message: Forward, load: Event | None, done: Event) -> None:
         if load is not None and load.callbacks is not None:
             load.callbacks.append(lambda _: self.engine.guard(self._pass, message, None, done))
-        elif not self.engine.has_ended:
+        else:
             forward = self._begin_forward(message)
             assert forward.callbacks is not None
             forward.callbacks.append(lambda _: fire(done))
@@ -693,7 +692,6 @@ class PrefillWorker:
 
     def _post(self, _: None) -> None:
         chunks, last = self._unposted.popleft()
-        if not self.engine.has_ended:
-            self.engine.guard(self.mover.computed, chunks, last)
-            if last:
-                self.sent()
+        self.engine.guard(self.mover.computed, chunks, last)
+        if last:
+            self.sent()

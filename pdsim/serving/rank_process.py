@@ -436,8 +436,6 @@ class EngineRank(RankProcess):
         """Call *notice* with each notification of a write; refuse the sender of one that cannot be read."""
 
         def hear(notification: Notification) -> None:
-            if self.has_ended:
-                return
             try:
                 notice(notification)
             except MessageError as error:
@@ -485,8 +483,6 @@ class EngineRank(RankProcess):
             self.ignore()
             return
         self.incarnation, peer = message.incarnation, message.peer
-        for older in [older for older in self.peers if instance_of(older) == instance_of(peer)]:
-            self._drop(older)
         self.peers.add(peer)
         self.mover.peers.connect_peer(peer)
         early, self.early = self.early, []

@@ -284,8 +284,6 @@ class Router(RankProcess):
 
     def report(self) -> dict[str, Any]:
         """Return the start, the rows, how many messages came too late, and how many rooms are open."""
-        for request in self._rooms.values():
-            request.put(self.log)
         value: dict[str, Any] = {
             "start": self.start,
             "rows": self.log,
@@ -299,7 +297,7 @@ class Router(RankProcess):
 
     def watch(self) -> Program:
         """Ping every rank three times a deadline, lose instances that are silent, and fail requests that stall."""
-        while not self.has_ended:
+        while True:
             asked = self.clock.now
             self.send(self.membership.last_heard, Ping())
             yield self.clock.timeout(self.job.deadline / 3)

@@ -15,6 +15,7 @@ Pages at decode that may still be written are never handed out again: a room tha
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 from msgspec.structs import replace
@@ -42,7 +43,7 @@ from pdsim.kv.messages import (
 )
 from pdsim.kv.pages import Pages, SlotPool
 from pdsim.kv.push import KvSender
-from pdsim.kv.receiver import KvReceiver
+from pdsim.kv.receiver import KvReceiver, StagingReceiver
 from pdsim.serving.decode import DecodeLeader, DecodeMover, DecodeRequest, DecodeScheduler
 from pdsim.serving.prefill import PrefillLeader, PrefillMover, PrefillRequest, PrefillScheduler
 from pdsim.serving.rank_process import EngineRank, PeerConnector, PeerFence
@@ -201,7 +202,7 @@ class PushDecode(DecodeMover):
         staging = self.kv.landing
         if staging is not None:
             engine.handlers |= {
-                StagingRequest: engine.current(self._ask),
+                StagingRequest: engine.current(partial(self._ask, staging)),
                 StagingRelease: lambda _, message: staging.give_back(message),
             }
 
@@ -216,12 +217,12 @@ class PushDecode(DecodeMover):
     def _reserve(self, _: str, message: Destination) -> None:
         self.kv.reserve(message)
 
-    def _ask(self, sender: str, message: StagingRequest) -> None:
+    def _ask(self, staging: StagingReceiver, sender: str, message: StagingRequest) -> None:
         # Nobody would give back the slot of a writer that is proven dead.
         if self.fence.is_quiesced(message.prefill):
             self.engine.ignore()
-        elif self.kv.landing is not None:
-            self.kv.landing.ask(sender, message)
+        else:
+            staging.ask(sender, message)
 
     def _arrive(self, _: str, message: Arrival) -> None:
         # One on the way to an incarnation that is over is left out: nobody would end its rooms here.
