@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf, isclose
@@ -56,6 +56,7 @@ class Scenario:
     collective: Collective | None  # with which context-parallel ranks gather
     text: str  # one line
     misspeaks: Mapping[str, tuple[float, str]] = field(default_factory=dict)  # ranks, when, and who cannot read it
+    outages: Sequence[tuple[float, float]] = ()  # when the router fails, and when it works again
     plain: bool = False  # whether nothing goes wrong, and it is run twice (`experiments.faults.shortcuts`)
 
 
@@ -228,6 +229,7 @@ class Causes:
         - ``Aborted``: its user leaves.
         - ``Shed``: the router refuses requests without a priority.
         - ``PeerLost``: the instance that it names was lost, or a side had none left.
+        - ``RouterLost``: the router has failed for a while.
         - ``MessageError``: a rank of its instances said what the router cannot read.
         - ``TransferTimeout``: a transfer of it was held up, something of its instances was slow, or the limit that
           *status* names has passed.
@@ -246,6 +248,8 @@ class Causes:
             return self._scenario.job.shed > 0 and not self._scenario.requests[past.number].priority
         if kind == "PeerLost":
             return self._lost(status, past)
+        if kind == "RouterLost":
+            return any(start <= past.ended <= end for start, end in self._scenario.outages)
         if kind == "MessageError":
             speakers = {instance_of(name) for name in self._scenario.misspeaks}
             return any(self._is_out(name, past.began, past.ended) for name in speakers & past.instances)

@@ -234,6 +234,7 @@ def at_moments(scenario: Scenario, random: np.random.Generator, others: Collecti
     number = 1 + int(10.0 ** random.uniform(0.0, np.log10(_MOST)))
     chances = random.random((2, 12)).tolist()
     lags, lag = random.random(2).tolist()
+    words = random.integers(1 << 20, size=len(chances)).tolist()
     # what is behind a late message waits, too, and whoever hears nothing for a deadline ends
     lagging = scenario.faults.lagging or scenario.job.deadline < DEADLINE
     if lags < 0.45 and not lagging and kinds[0] != "ReadDone":
@@ -256,6 +257,7 @@ def at_moments(scenario: Scenario, random: np.random.Generator, others: Collecti
     asked = isinstance(decode(moment.payload), RoomQuery)  # whose answer comes soon
     lost, at, cancels, faults = {*others}, moment.at, dict(scenario.cancels), scenario.faults
     kill, restart, misspeaks = dict(scenario.kill), dict(scenario.restart), dict(scenario.misspeaks)
+    spoken = dict[str, int]()
     for turn, (what, who, which, after, again, rest, held, before, late, long, more, twice) in enumerate(chances):
         if turn and more < 0.6:
             break
@@ -289,6 +291,7 @@ def at_moments(scenario: Scenario, random: np.random.Generator, others: Collecti
                 to = (ROUTER, *(end for end in (moment.sender, moment.receiver) if end not in (ROUTER, *ranks)))
                 speaks = ranks if held < 0.4 else [name]  # one after the other
                 misspeaks |= {rank: (at + 1e-5 * turn, to[int(late * len(to))]) for turn, rank in enumerate(speaks)}
+                spoken |= dict.fromkeys(speaks, words[turn])
                 began = max(began, at + 0.1)
             else:
                 kill[name] = at
@@ -303,15 +306,16 @@ def at_moments(scenario: Scenario, random: np.random.Generator, others: Collecti
                 faults = replace(faults, stale=(*faults.stale, stale))
         restart |= dict.fromkeys(ranks, began + then) | {name: began}
     specs = [
-        _misspeaking(spec, *misspeaks[spec.name]) if spec.name in misspeaks else spec for spec in scenario.specs
+        _misspeaking(spec, *misspeaks[spec.name], spoken[spec.name]) if spec.name in misspeaks else spec
+        for spec in scenario.specs
     ]
     return replace(
         scenario, kill=kill, restart=restart, faults=faults, cancels=cancels, misspeaks=misspeaks, specs=specs
     )
 
 
-def _misspeaking(spec: RankSpec, at: float, to: str) -> RankSpec:
-    arguments = dict(spec.arguments) | {"program": spec.program, "at": at, "to": to}
+def _misspeaking(spec: RankSpec, at: float, to: str, word: int) -> RankSpec:
+    arguments = dict(spec.arguments) | {"program": spec.program, "at": at, "to": to, "word": word}
     return replace(spec, program="experiments.faults.programs:misspeaking", arguments=arguments)
 
 

@@ -6,13 +6,28 @@ some first pages of requests, as with a prefix cache.  A rank may send what its 
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace as layout_replace
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
-from pdsim.kv.messages import Submit, instance_of
+from msgspec.structs import replace
+
+from pdsim.kv.messages import (
+    ROUTER,
+    VERSION,
+    KvSpec,
+    RegisterPool,
+    RegisterRank,
+    Stop,
+    Submit,
+    encode,
+    incarnation_name,
+    instance_of,
+)
 from pdsim.serving.decode import DecodeScheduler, decode_rank
 from pdsim.serving.deployment import Deployment
+from pdsim.serving.handoff.push import PushDecode
 from pdsim.serving.router import RoutedRequest, Router
 from pdsim.transfer import Program
 from pdsim.transfer.job import Rank
@@ -35,6 +50,7 @@ def router(
     requests: Sequence[Sequence[float]],
     leaves: Sequence[Sequence[float]] = (),
     drains: Sequence[tuple[str, float, float]] = (),
+    outages: Sequence[tuple[float, float]] = (),
     calm: float,
     linger: float = LINGER,
     expected: Sequence[str] = (),
@@ -48,7 +64,7 @@ def router(
     request a row for each time that its user sent it: when it ended, how, and a row for each time that it was sent
     out: when, in which room, to which two instances.
     """
-    quiet = _QuietRouter(rank, Deployment.from_plain(job), requests, leaves, (), drains)
+    quiet = _QuietRouter(rank, Deployment.from_plain(job), requests, leaves, outages, drains)
     quiet.calm, quiet.linger, quiet.patience, quiet.expected = calm, linger, patience, frozenset(expected)
     return (yield from quiet.run())
 
@@ -117,15 +133,22 @@ class _QuietRouter(Router):
         self._stop_if_done()
 
 
-def decode(rank: Rank, *, instance: str, index: int, job: Mapping[str, Any]) -> Program:
-    """Run one rank of a decode instance whose scheduler holds some first pages of a request already.
+def decode(
+    rank: Rank, *, instance: str, index: int, job: Mapping[str, Any], holds: bool = True, rows: Sequence[int] = ()
+) -> Program:
+    """Run one rank of a decode instance whose scheduler holds some first pages of a request already, if it *holds*.
 
-    So would one with a prefix cache.  Such pages are not sent, and the checkers must know that.
+    So would one with a prefix cache.  Such pages are not sent, and the checkers must know that.  With *rows* it says
+    that its metadata has these sizes.
     """
     deployment = Deployment.from_plain(job)
     engine = decode_rank(rank, deployment, instance, index)
-    if isinstance(engine.scheduler, DecodeScheduler):
+    if holds and isinstance(engine.scheduler, DecodeScheduler):
         engine.scheduler.pages.held = partial(_held, deployment)
+    if rows:
+        pool: Any = cast("PushDecode", engine.mover).kv.pool
+        register = pool.register
+        pool.register = lambda *names: replace(register(*names), metadata_rows=tuple(rows))
     return (yield from engine.run())
 
 
@@ -135,17 +158,37 @@ def _held(job: Deployment, request: Submit) -> int:
     return min(request.room % pages, (request.input - 1) // job.page_size)
 
 
-def misspeaking(rank: Rank, *, program: str, at: float, to: str, **arguments: Any) -> Program:
-    """Run *program*, and send *to* a rank what it cannot read *at* a time, if it runs then: it refuses this one."""
+def misspeaking(rank: Rank, *, program: str, at: float, to: str, word: int, **arguments: Any) -> Program:
+    """Run *program*, and send *to* a rank one of some words *at* a time, if it runs then.
+
+    It refuses this rank: it cannot read the word, or that is not for it, or of a rank unlike its own.
+    """
     module, _, name = program.partition(":")
     if rank.clock.now < at:
-        rank.clock.call_at(at, lambda _: rank.channel.send(to, b"\x63what"), None)
+        words = _words(Deployment.from_plain(arguments["job"]), arguments["instance"], arguments["index"], to)
+        rank.clock.call_at(at, lambda _: rank.channel.send(to, words[word % len(words)]), None)
     return (yield from getattr(import_module(module), name)(rank, **arguments))
+
+
+def _words(job: Deployment, instance: str, index: int, to: str) -> list[bytes]:
+    unread = [b"\x63what", b"", bytes([VERSION]) + b"what"]
+    spec = KvSpec(job.page_size, job.kv_dtype)
+    if to == ROUTER:
+        unlike = replace(spec, page_size=1 + spec.page_size)
+        places = [(instance, 99, spec), ("decode99", 0, spec), (instance, index, unlike)]
+        ranks = [RegisterRank(name, number, 1 << 62, its) for name, number, its in places]
+        return [*unread, *map(encode, (Stop(), *ranks))]
+    layout = job.prefill_layout(index) if instance in job.prefills else job.decode_layout(index)
+    other = incarnation_name(instance_of(to), 1), b"what", incarnation_name(instance, 1)
+    larger = layout_replace(layout, page_size=2 * layout.page_size)
+    pools = [(99, layout), (index, larger), (index, layout)]
+    return [*unread, *map(encode, (Stop(), *(RegisterPool(*other, *its) for its in pools)))]
 
 
 def short_of_memory(rank: Rank, *, runs: str, leaves: int, **arguments: Any) -> Program:
     """Run the prefill program *runs* on a device whose other users leave it so many bytes beside its pool."""
     module, _, name = runs.partition(":")
-    device, own = rank.device, Deployment.from_plain(arguments["job"]).prefill_layout().size
+    device, job = rank.device, Deployment.from_plain(arguments["job"])
+    own = job.prefill_layout(arguments["index"]).size
     device.allocate(device.capacity - device.used - own - leaves)
     return (yield from getattr(import_module(module), name)(rank, **arguments))

@@ -420,20 +420,28 @@ def draw(
             restart |= dict.fromkeys(job.ranks(instance), again)
         if fate == "is lost":
             kill[list(job.ranks(instance))[-1]] = again + later
+    outages = _outages(random("users.outages"), span) if "users" in kinds else []
     specs = serve.specs(config, job, requests)
     if (
         "held" in kinds and job.engine.handoff == "push" and not job.cache.decode
     ):  # what a reader holds has no contents to compare
         specs = [_holding(spec) for spec in specs]
+    late_rings = {"rings", "stages"} & {*kinds}
+    buffers = job.handoff.queues * job.staging.buffer if job.staging else 0  # which it has before a gather's pool
     full = FULL * (LARGE if "blocks" in kinds else 1)
     if gathers and config.collective is not None and config.collective.pool == full:
         last = list(job.ranks(job.prefills[0]))[-1]  # of its group
-        buffers = job.handoff.queues * job.staging.buffer if job.staging else 0  # which it has before the pool
         specs = [_short(spec, full * 7 // 8 + buffers) if spec.name == last else spec for spec in specs]
+    elif buffers and late_rings and random("buffers").random() < 0.4:
+        # none for another buffer, while one is written from
+        last = list(job.ranks(job.prefills[0]))[-1]
+        specs = [_short(spec, buffers + buffers // 8) if spec.name == last else spec for spec in specs]
+    if "policies" in kinds and job.handoff.metadata_fallback and random("rows").random() < 0.5:
+        specs = [_other_rows(spec) for spec in specs]
     if "nodes" in kinds:
         faults = replace(faults, squeezes=tuple(_beside(squeeze, specs) for squeeze in faults.squeezes))
     if "runs" in kinds:
-        faults, kill, restart, leaving = Faults(), {}, {}, {}
+        faults, kill, restart, leaving, outages = Faults(), {}, {}, {}, []
         cancels = {number: at for number, at in cancels.items() if number < len(requests)}
     sides = f"{_side(config.parallel.prefill)} to {_side(config.parallel.decode)}"
     text = f"{sides}, page_size={job.page_size}, pages={job.prefill_pages}/{job.decode_pages}"
@@ -452,6 +460,7 @@ def draw(
         engine=engine,
         collective=config.collective if gathers else None,
         text=text,
+        outages=outages,
         plain="runs" in kinds,
     )
     drained = [(instance, at, seconds) for instance, (at, seconds, *_) in leaving.items()]
@@ -464,10 +473,12 @@ def _planned(scenario: Scenario, drained: Sequence[tuple[str, float, float]]) ->
     # With a router that knows who leaves, which instances drain, and when all is calm.
     faults, arrivals = scenario.faults, [each.arrival for each in scenario.requests if each.after < 0]
     ends = [each.end for each in (*faults.slow, *faults.squeezes, *faults.absences)]
+    ends += [end for _, end in scenario.outages]
     calm = max([*arrivals, *scenario.kill.values(), *scenario.restart.values(), *ends]) + DEADLINE
     leaves = [[number, at] for number, at in scenario.cancels.items()]
     router, *ranks = scenario.specs
     arguments = dict(router.arguments) | {"leaves": leaves, "calm": calm, "drains": drained}
+    arguments["outages"] = [list(span) for span in scenario.outages]
     router = replace(router, program="experiments.faults.programs:router", arguments=arguments)
     return replace(scenario, specs=[router, *ranks], faults=replace(faults, until=calm), limit=80.0 + calm)
 
@@ -635,6 +646,21 @@ def _lagging(random: np.random.Generator, stages: bool) -> tuple[bytes, ...]:
     names = random.permutation([name for name in MESSAGES if name not in ("Ping", "Pong")]).tolist()
     names.sort(key=lambda name: not (stages and name.startswith("Staging")))  # which occur nowhere else
     return tuple(bytes([0xA0 + len(name)]) + name.encode() for name in (names[1:4] if stages else names[:3]))
+
+
+def _outages(random: np.random.Generator, span: float) -> list[tuple[float, float]]:
+    # When the router fails and works again: in half of the scenarios, for a moment or as long as requests come.
+    chance, begin, long = random.random(3).tolist()
+    start = begin * span / 2
+    return [(start, start + 10.0 ** (-3.0 + 2.5 * long))] if chance < 0.5 else []
+
+
+def _other_rows(spec: RankSpec) -> RankSpec:
+    # Of another release of the engine: metadata cannot be pushed there, and comes as a message.
+    if not instance_of(spec.name).startswith("decode"):
+        return spec
+    arguments = dict(spec.arguments) | {"rows": [16], "holds": spec.program.startswith("experiments")}
+    return replace(spec, program="experiments.faults.programs:decode", arguments=arguments)
 
 
 def _holding(spec: RankSpec) -> RankSpec:

@@ -216,6 +216,9 @@ def hosted(job: Deployment, random: np.random.Generator) -> Deployment:
             job.handoff, notice=10.0 ** (-6.0 + 2.5 * notice), metadata_stall=10.0 ** (-5.0 + 2 * stall)
         )
         job = replace(job, handoff=handoff)
+    handed, lock = random.random(2).tolist()
+    if handed < 0.5:  # the scheduler has the lock that a queue's thread needs
+        job = replace(job, handoff=replace(job.handoff, handover=10.0 ** (-5.0 + 2 * lock)))
     return replace(job, engine=engine)
 
 

@@ -67,7 +67,7 @@ def long_prompts(
     job = replace(
         job,
         engine=engine,
-        handoff=replace(job.handoff, notify=notify, queues=queues),
+        handoff=replace(job.handoff, notify=notify, queues=queues, handover=0.0),
         prefill_pages=pages[0],
         decode_pages=pages[1],
         staging=None,

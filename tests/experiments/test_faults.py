@@ -155,8 +155,8 @@ def test_a_campaign_told_to_end_waits_for_no_scenario(tmp_path):
     assert psutil.wait_procs(workers, timeout=30)[1] == []
 
 
-def answers_any(self: PushDecode, sender: str, message: Any) -> None:
-    self.kv.landing.ask(sender, message)
+def answers_any(_: PushDecode, staging: StagingReceiver, *asked: Any) -> None:
+    staging.ask(*asked)
 
 
 def takes_its_own(self: PrefillWorker, message: Any) -> None:
@@ -461,7 +461,6 @@ NOT_DRAWN = {
     "decode_policy, autoscale": "who chooses, and when instances start: tests/serving",
     "rates": "of the router alone, before a request is sent out: tests/serving",
     "handoff.pool, handoff.decode_cache": "where memory is and who may cache, which no model tells",
-    "handoff.handover": "lengths of steps, which other times vary",
     "checked": "all contents are checked",
     "kv_dtype": "bytes are drawn with the models",
     "engine.name, engine.scheduler_options, engine.measured_on, engine.sources": "words, options from outside",
