@@ -383,6 +383,12 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
         assert process.wait(timeout=30) == 0
 
 
+def test_a_closed_output_is_no_error(tmp_path):
+    program = f"exec {sys.executable} -m pdsim run {' '.join(QUICK)} output=kept >&-"
+    done = subprocess.run(["sh", "-c", program], cwd=tmp_path, capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr, len(list((tmp_path / "kept").iterdir()))) == (0, b"", 1)
+
+
 # --- real engines
 
 

@@ -9,7 +9,10 @@ import resource
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from pdsim.calibration import samples
@@ -91,6 +94,9 @@ def test_traces_and_files_beyond_their_bounds_are_refused(tmp_path):
     (tmp_path / "trace").write_text(LINE % 0 + LINE % week + LINE % (160 * week))
     with pytest.raises(ConfigError, match=r"trace:3: 26712 h after the request before, more than 7 days;"):
         load(Workload(trace=str(tmp_path / "trace")), 0, 1000)
+    (tmp_path / "trace").write_text("".join(LINE % (n * week) for n in range(54)))
+    with pytest.raises(ConfigError, match=r"trace:54: 8904 h after the first request, more than 366 days;"):
+        load(Workload(trace=str(tmp_path / "trace")), 0, 1000)
     with (tmp_path / "sparse").open("wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(OSError, match="larger than 262144 KiB"):
@@ -162,6 +168,23 @@ def test_the_table_of_a_sweep_that_is_none(tmp_path, content):
         collect.show(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("change", "said_of"),
+    [
+        (lambda table: pa.concat_tables([table] * 40_000), "rows, more than 100000 of a run in so many bytes"),
+        (
+            lambda table: table.set_column(1, "arrival", [["now"] * len(table)]),
+            "has a column arrival of string, not d",
+        ),
+    ],
+)
+def test_tables_of_results_are_bounded_and_typed(pdsim_refuses, copy, change, said_of):
+    path = copy / "requests.parquet"
+    pq.write_table(change(pq.read_table(path)), path, compression="zstd")
+    for words in (("report", copy), ("timeline", copy), ("export", copy, "--format", "aiperf")):
+        assert said_of in pdsim_refuses(*words)
+
+
 HOSTILE = "\x1b[2J\x1b]0;title\x07\x9b31m\u202egnp.exe\u2066\r\x08"
 
 
@@ -176,6 +199,12 @@ def test_nothing_of_a_run_moves_the_cursor_or_turns_text(pdsim_prints, pdsim_ref
         text = pdsim_prints(*words)
         assert "gnp.exe" in text
         assert re.findall(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]", text) == []
+    pdsim_prints("report", copy, "-o", "page.html")
+    assert re.search("[\x1b\x9b\u202e\u2066]", Path("page.html").read_text()) is None
+    config = (copy / "config.yaml").read_text()
+    (copy / "config.yaml").write_text(config.replace("  name: llama-3.1-70b", '  name: "llama\\e[2J\\u202e"'))
+    assert re.search("[\x1b\u202e]", pdsim_prints("recipe", "--to", "sglang", copy)) is None
+    assert re.search("[\x1b\u202e]", pdsim_prints("run", "--cfg", "job", 'model.name="l\u202e"')) is None
     (copy / "run.json").write_text(json.dumps(about | {"evidence": HOSTILE}))
     assert re.search("[\x1b\x9b\u202e]", pdsim_refuses("show", copy)) is None
 
@@ -204,7 +233,7 @@ def test_a_full_disk_ends_a_sweep_in_one_line(tmp_path):
     )
     last = done.stderr.splitlines()[-1]
     assert (done.returncode, "Traceback" in done.stderr) == (1, False)
-    assert last.startswith("pdsim: OSError: [Errno 27] File too large")
+    assert last == "pdsim: OSError: [Errno 27] File too large; make room, or name a folder elsewhere"
 
 
 def test_a_comment_of_samples_may_say_nothing(tmp_path):

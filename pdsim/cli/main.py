@@ -8,6 +8,7 @@ Exit status: 0 all went well, 1 a run failed, 2 what was typed cannot be run (an
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -54,6 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     debug = "--debug" in words or os.environ.get("PDSIM_DEBUG", "0") not in ("", "0")
     left = "a run that had begun is marked incomplete" if words[:1] and words[0] in _KEEP else "nothing was kept"
     terminable()
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who began this process; the next file would have its number
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -159,7 +163,7 @@ def _run(words: Sequence[str]) -> int:
     if "--cfg" in asked:
         from pdsim.config import keys
 
-        sys.stdout.write(keys.annotated(config))
+        sys.stdout.write(printable(keys.annotated(config)))
         return 0
     begun()
     json, quiet = "--json" in asked, "--quiet" in asked
@@ -382,7 +386,8 @@ def _explained(error: BaseException) -> int:
         if (refusal := compose.explain(error)) is not None:
             return _fail(2, refusal)
     text = " ".join([str(error), *(f"({note})" for note in getattr(error, "__notes__", ()))])
-    hint = "make room, or name a folder elsewhere" if "No space left" in text else "--debug shows where"
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    hint = "make room, or name a folder elsewhere" if full else "--debug shows where"
     more = "" if isinstance(error, PdsimError) else f"; {hint}"
     kind = "" if isinstance(error, BackendUnavailable) else f"{type(error).__name__}: "
     return _fail(1, f"{kind}{' '.join(text.split())}{more}")

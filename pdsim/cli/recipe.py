@@ -11,6 +11,7 @@ from pathlib import Path
 from pdsim.cli.help import parse
 from pdsim.core import files
 from pdsim.core.errors import ConfigError
+from pdsim.core.files import printable
 from pdsim.recipes import Recipe, servers, translated
 from pdsim.results.record import Table
 from pdsim.results.terminal import program, show_lines, show_table
@@ -120,7 +121,7 @@ def _commands(engine: str, folders: Sequence[str]) -> int:
         variables = [f"{name}={value}" for name, value in server.environment.items()]
         command = shlex.join([*variables, "python", *server.command[1:]])
         command = re.sub(" --load-format dummy| --skip-tokenizer-init", "", command)  # of pdsim's own measurements
-        sys.stdout.write(f"# {server.name}\n{command}\n")
+        sys.stdout.write(printable(f"# {server.name}\n{command}\n"))
     if command := router(config, engine, started):
-        sys.stdout.write(f"# router\n{command}\n")
+        sys.stdout.write(printable(f"# router\n{command}\n"))
     return 0

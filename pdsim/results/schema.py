@@ -487,26 +487,40 @@ def _loader() -> Any:
 _CELLS = 2_000_000_000
 """Values of a table: those of 20 million requests."""
 
+_FEW = 100_000
+"""Rows that any table may have; of more, requests and transfers take at least a byte each, for times differ."""
+
 
 def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     """Return the Parquet file at *path*, or *columns* of it.
 
     Raise a `ConfigError` for a file that is missing, cut short, no table, or that lacks columns which a file of its
-    name has: the table of something else under that name.
+    name has, or has them of other types: the table of something else under that name.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         about = pq.read_metadata(path)
-        if about.num_rows * about.num_columns > _CELLS:  # as few bytes may hold: equal values are written once
-            raise ConfigError(f"{path} has {about.num_rows} rows of {about.num_columns}: too many to read at once")
+        most = _CELLS // about.num_columns if about.num_columns else 0
+        if path.name in ("requests.parquet", "transfers.parquet"):
+            most = min(most, max(_FEW, path.stat().st_size))
+        if about.num_rows > most:  # as few bytes may hold: equal values are written once
+            raise ConfigError(
+                f"{path} has {about.num_rows} rows, more than {most} of a run in so many bytes; {_AGAIN}"
+            )
         table = pq.read_table(path, columns=columns)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise ConfigError(f"{path} is not a table: {_one_line(error)}; {_AGAIN}") from error
-    expected = columns or [column.name for column in _COLUMNS.get(path.name, ())]
+    known = _COLUMNS.get(path.name, ())
+    expected = columns or [column.name for column in known]
     if missing := [name for name in expected if name not in table.column_names]:
         raise ConfigError(f"{path} has no column {missing[0]}: it is the table of something else; {_AGAIN}")
+    more = (*INSTANTS, *OPTIONAL, *LIVE) if known is REQUESTS else ()
+    types = {column.name: pa.type_for_alias(column.type) for column in (*known, *more)}
+    for name, kind in zip(table.schema.names, table.schema.types, strict=True):
+        if kind != types.get(name, kind):
+            raise ConfigError(f"{path} has a column {name} of {kind}, not {types[name]}; {_AGAIN}")
     return table
 
 

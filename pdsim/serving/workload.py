@@ -137,8 +137,8 @@ _BURSTGPT_HEADERS = (
 _LINE = 1 << 20
 """Characters of a line; a million tokens have hashes of some 20 KiB."""
 
-_GAP = 7 * 86400.0
-"""Seconds between two requests; each idle day takes a quarter of a second to simulate."""
+_GAP, _SPAN = 7 * 86400.0, 366 * 86400.0
+"""Seconds between two requests, and of a trace; each idle day takes a quarter of a second to simulate."""
 
 
 class _MooncakeLine(msgspec.Struct):
@@ -199,6 +199,8 @@ def _parsed(path: Path, file: Iterable[str], context: int) -> Iterator[Request]:
             wrong = f"timestamp {time} after {previous}: timestamps must be finite and must not decrease"
         elif previous is not None and time - previous > _GAP:
             wrong = f"{format_time(time - previous)} after the request before, more than {_GAP / 86400:.0f} days"
+        elif origin is not None and time - origin > _SPAN:
+            wrong = f"{format_time(time - origin)} after the first request, more than {_SPAN / 86400:.0f} days"
         elif given < 1 or wanted < 1:
             wrong = f"{given} input and {wanted} output tokens: both must be >= 1"
         if wrong:

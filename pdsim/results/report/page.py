@@ -14,6 +14,7 @@ from shlex import join
 from typing import Any
 
 from pdsim.core import plugins
+from pdsim.core.files import printable
 from pdsim.core.units import format_time
 from pdsim.results import evidence, terminal
 from pdsim.results.drawing import DARK, LIGHT, Figure, plotly_panel
@@ -77,9 +78,11 @@ def page(content: Content, explore: Explore | None = None) -> str:
     from plotly.offline import get_plotlyjs
 
     panels: list[dict[str, Any]] = [plotly_panel(panel) for figure in content.figures for panel in figure.panels]
-    data = json.dumps(panels, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    data = printable(json.dumps(panels, separators=(",", ":"), ensure_ascii=False, allow_nan=False))
     optional = [name for name in ("tables", "evidence") if getattr(content, name)]
-    templates = Environment(loader=PackageLoader("pdsim.results", "report"), autoescape=True)
+    loader = PackageLoader("pdsim.results", "report")
+    plain = lambda value: printable(value) if type(value) is str else value  # noqa: E731  # not what is HTML already
+    templates = Environment(loader=loader, autoescape=True, finalize=plain)
     return templates.get_template("page.html").render(
         it=content,
         explore=explore,
