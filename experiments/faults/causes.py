@@ -327,11 +327,11 @@ class Causes:
     def stuck(self, written: Mapping[int, float], went_on: Mapping[int, float]) -> Iterator[str]:
         """Yield each room that waits on at decode though all of it is *written*.
 
-        *went_on* is when decode went on; it hears of a write at once, unless messages are held up.
+        *went_on* is when decode went on; it hears of a write at once, unless something holds that up.
         """
         faults = self._scenario.faults
         staged = self._scenario.job.staging is not None  # and scattered, by slow devices
-        limit = (1.0 if staged else _SOON) + 20 * max(faults.delay, faults.lag)
+        limit = (1.0 if staged else _SOON) + 20 * max(faults.delay, faults.lag, faults.notice)
         for past in self._histories:
             for _, room, *pair in past.tries:
                 if room not in written or room in self._held:

@@ -39,6 +39,7 @@ from experiments.faults.settings import (
     small_ring,
     tiered,
     used,
+    whole_ring,
     with_two_sizes,
 )
 from experiments.faults.shortcuts import compared, long_prompts, sleeping
@@ -61,8 +62,8 @@ from pdsim.verify.reached import MESSAGES, counted
 __all__ = ["KINDS", "RARE", "Scenario", "Tried", "attempt", "draw"]
 
 KINDS = {
-    "delays": "control messages arrive late, in order within a socket",
-    "late": "completions arrive late, or after the deadline",
+    "delays": "control messages arrive late, in order",
+    "late": "completions arrive late",
     "stray": "bytes move between post and completion",
     "shuffle": "simultaneous events, in any order of ranks",
     "slow": "a rank is slower for a while",
@@ -110,13 +111,14 @@ KINDS = {
     "users": "users ask again; routers are slow, several, refuse",
     "wakes": "programs act late",
     "blocks": "prompts of several blocks",
+    "notices": "notifications arrive late",
 }
 """The kinds of faults and unusual circumstances, and their effects: the table of `docs/faults.md`.
 
 New kinds are appended: each is drawn in this order, so that the kinds of earlier seeds stay as they were."""
 
 RARE = {"router": 0.15, "silences": 0.5, "pauses": 0.5, "shares": 0.3, "tiers": 0.4, "halves": 0.4}
-RARE |= {"runs": 0.1, "layerwise": 0.4, "moments": 1.2, "users": 0.5, "wakes": 0.3, "blocks": 0.2}
+RARE |= {"notices": 0.5, "runs": 0.1, "layerwise": 0.4, "moments": 1.2, "users": 0.5, "wakes": 0.3, "blocks": 0.2}
 """By how much less likely than the others these are: little can be checked after the loss of the router."""
 
 _EXCLUDED = {
@@ -565,11 +567,12 @@ def _squeezed(job: Deployment, random: np.random.Generator, policy: Policy | Non
     prefill, decode = _pools(job, random, 6.0)
     slots, drawn = int(random.integers(2, 12)), _POLICIES[random.integers(len(_POLICIES))]
     policy = policy or drawn
-    factor, wait, chance = random.random(3).tolist()
+    factor, wait, chance, whole = random.random(4).tolist()
     tokens = (job.chunk // job.page_size + 1) * job.page_size
     chunk = tokens * job.shape.token_bytes(max(job.prefill.tp, job.decode.tp))
     staging = Staging(
-        ring=int(chunk * (0.7 + 2 * factor)),  # some chunks exceed the ring, some rings hold only one
+        # some chunks exceed it, some rings hold only one
+        ring=whole_ring(job, int(chunk * (0.7 + 2 * factor)), whole),
         buffer=chunk,
         wait=10 ** (-3.0 + 2 * wait),
         scatter="writer" if wait < 0.5 else "chunk",
@@ -630,6 +633,8 @@ def _faults(random: Draw, kinds: Sequence[str], ranks: Sequence[str], span: floa
         lag=10.0 ** float(random("lags.mean").uniform(-3.5, -1.0)) if "lags" in kinds else 0.0,
         late=0.1 * late if "late" in kinds else 0.05 if late_rings else 0.0,
         lateness=0.5 * lateness if "late" in kinds or late_rings else 0.0,
+        unnoticed=float(random("notices").random()) if "notices" in kinds else 0.0,
+        notice=10.0 ** float(random("notices.mean").uniform(-5.0, -1.0)) if "notices" in kinds else 0.0,
         stray="stray" in kinds,
         torn="torn" in kinds,
         shuffle="shuffle" in kinds,

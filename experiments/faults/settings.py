@@ -141,11 +141,17 @@ def crowded(config: Config, random: np.random.Generator) -> Config:
 def small_ring(job: Deployment, random: np.random.Generator) -> Staging:
     """Return staging of *job* with a ring of a third of the longest prompt's part of a chunk to two of them."""
     assert job.staging is not None
-    size, together = random.random(2).tolist()
+    size, together, whole = random.random(3).tolist()
     tokens = (job.chunk // job.page_size + 1) * job.page_size  # of the buffer
     longest = job.staging.buffer * min(1.0, LONGEST[0] / tokens)
-    ring, scatter = int(longest * 10.0 ** (0.8 * size - 0.5)), "chunk" if together < 0.85 else "writer"
-    return replace(job.staging, ring=ring, scatter=scatter)
+    ring = whole_ring(job, int(longest * 10.0 ** (0.8 * size - 0.5)), whole)
+    return replace(job.staging, ring=ring, scatter="chunk" if together < 0.85 else "writer")
+
+
+def whole_ring(job: Deployment, ring: int, chance: float) -> int:
+    """Return the bytes of a *ring*, half of the time of whole pages: then blocks end where it ends."""
+    page = job.page_size * job.shape.token_bytes(max(job.prefill.tp, job.decode.tp))
+    return ring if chance < 0.5 else max(1, ring // page) * page
 
 
 def another_engine(engine: Engine, random: np.random.Generator) -> Engine:
@@ -237,7 +243,7 @@ def pulled(job: Deployment, random: np.random.Generator) -> Deployment:
     engine = replace(engine, noticed="decode" if random.random() < 0.4 else "prefill")
     answer, slow = random.random(2).tolist()
     if slow < 0.5:  # users leave, and instances are lost, before the answer
-        engine = replace(engine, prefill=replace(engine.prefill, answer=10.0 ** (-4.0 + 2.0 * answer)))
+        engine = replace(engine, prefill=replace(engine.prefill, answer=10.0 ** (-4.0 + 3.5 * answer)))
     return replace(job, engine=engine, staging=None)
 
 
@@ -316,7 +322,7 @@ def tiered(
         host=int(LONGEST[0] * ((1 + 2 * size) if small < 0.5 else (0.3 + 0.7 * size))),
         ssd=int(LONGEST[0] * (1 + 3 * ssd / 0.8)) if ssd < 0.8 else 0,
         remote=int(LONGEST[0] * (1 + 3 * remote / 0.6)) if remote < 0.6 else 0,
-        write="through" if write < 0.6 else "selective",
+        write="through" if write < 0.5 else "selective" if write < 0.8 else "back",
         prefetch=("none", "best_effort", "timeout", "wait_complete")[int(4 * prefetch)],
         prefetch_timeout=10.0 ** (-4.0 + 2.5 * late),
         eviction="block" if block < 0.5 else job.cache.eviction,

@@ -394,7 +394,8 @@ class SimEndpoint:
                 error = TransferFailed(f"{self.engine} reports an error of {posted.transfer.batch!r}, as asked")
         record = self._quiesce(posting.tag, error)
         if posted.notify and error is None:
-            posted.connection.remote.inbox.arrive(Notification(self.name, posted.notify))
+            held = 0.0 if self._chance is None else self._chance.notification()
+            posted.connection.remote.inbox.notify(Notification(self.name, posted.notify), held)
         self._conclude(posted, record, error)
 
     def _time_out(self, number: int) -> None:

@@ -86,6 +86,8 @@ class Faults:
     lag: float = 0.0  # for how long, exponential
     late: float = 0.0  # share of transfers whose last byte is held up, also beyond their deadline
     lateness: float = 0.0  # for how long, exponential
+    unnoticed: float = 0.0  # share of notifications that are held up, and those behind them of the same writer
+    notice: float = 0.0  # for how long, exponential
     broken: float = 0.0  # share of transfers that the engine reports as failed, though some or all bytes have moved
     stray: bool = False  # bytes are read and land at any instant between post and completion, not at the last
     torn: bool = False  # the same, and a transfer moves in two to four parts, each of them at instants of its own
@@ -98,10 +100,11 @@ class Faults:
     until: float = inf  # seconds after the start from which on no message and no transfer is held up any more
 
     def __post_init__(self) -> None:
-        for name in ("delayed", "late", "broken"):
+        for name in ("delayed", "late", "unnoticed", "broken"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"faults.{name} must be >= 0 and <= 1, got {getattr(self, name)}")
         not_negative("faults", delay=self.delay, lag=self.lag, lateness=self.lateness, until=self.until)
+        not_negative("faults", notice=self.notice)
         for what, start, end, *factor in (*self.slow, *self.squeezes, *self.absences):
             not_negative(what, start=start, factor=sum(factor))
             if not start <= end:
@@ -152,6 +155,7 @@ class Chance:
         self._messages = uniforms(seed, "fabric.messages")
         self._lags = uniforms(seed, "fabric.lags")
         self._lateness = uniforms(seed, "fabric.lateness")
+        self._notices = uniforms(seed, "fabric.notices")
         self._instants = uniforms(seed, "fabric.instants")
         self._tears = uniforms(seed, "fabric.tears")
         self._breaks = uniforms(seed, "fabric.breaks")
@@ -188,6 +192,10 @@ class Chance:
     def transfer(self) -> float:
         """Return for how long the completion of the next transfer is held up."""
         return 0.0 if self._calm else _held(self._lateness, self._faults.late, self._faults.lateness)
+
+    def notification(self) -> float:
+        """Return for how long the next notification is held up, though its transfer has completed."""
+        return 0.0 if self._calm else _held(self._notices, self._faults.unnoticed, self._faults.notice)
 
     def parts(self, nbytes: int, seconds: float) -> Iterator[tuple[int, int, float, float]]:
         """Yield the parts in which a transfer of *nbytes* moves, each from its first byte to the one after its last.

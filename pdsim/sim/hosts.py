@@ -21,7 +21,7 @@ from simpy.events import URGENT
 
 from pdsim.core.clock import Alarm, Clock, Mailbox, process_event
 from pdsim.sim.faults import Ties
-from pdsim.transfer import Message
+from pdsim.transfer import Message, Notification
 
 if TYPE_CHECKING:
     from simpy.events import Event
@@ -408,6 +408,18 @@ class Inbox:
         self.closed = False
         self._hardware = hardware
         self._clock = clock
+        self._held: dict[str, float] = {}  # by sender, until when its notifications are held up
+
+    def notify(self, notification: Notification, held: float) -> None:
+        """Take *notification* in *held* seconds, and after those of its sender that are held up."""
+        sender, now = notification.sender, self._hardware.now
+        if held or sender in self._held:
+            at = max(now + held, nextafter(self._held.get(sender, 0.0), inf))
+            if at > now:
+                self._held[sender] = at
+                self._hardware.call_at(at, self.arrive, notification)
+                return
+        self.arrive(notification)
 
     def arrive(self, item: Any) -> None:
         """Take *item*, which comes now."""

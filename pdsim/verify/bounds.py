@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import pairwise
@@ -34,6 +34,7 @@ class BoundsChecker:
         self._reached = reached
         self.moved: set[int] = set()  # rooms that have posted a transfer
         self._posted: set[tuple[Any, ...]] = set()
+        self._begun: dict[int, deque[float]] = {}  # by sender: when its last writes were posted, one for each queue
         self.nbytes = Counter[int]()  # by room: of transfers that succeeded, and of metadata in messages
         self._members: dict[str, Any] = {}
         self._rooms: dict[int, Submit] = {}
@@ -123,6 +124,16 @@ class BoundsChecker:
             state: Any = part._rooms.get(number)
             if state is not None and (state.failed if isinstance(part, KvReader) else state.status is Status.FAILED):
                 self._report("I13", f"room {number} failed on {owner}, which posts a transfer of it after that")
+            if isinstance(part, KvSender) and part._policy.handover and part._policy.queues:
+                self._check_handover(owner, part, self._members[owner].clock.now)
+
+    def _check_handover(self, owner: str, sender: KvSender, now: float) -> None:
+        # Each queue's thread waits for the scheduler's before each write.
+        policy = sender._policy
+        begun = self._begun.setdefault(id(sender), deque(maxlen=policy.queues))
+        if len(begun) == policy.queues and now - begun[0] < policy.handover - _ROUNDING:
+            self._report("I15", f"{owner} posts {1 + policy.queues} writes in {now - begun[0]:g} s")
+        begun.append(now)
 
     def transferred(self, records: Iterable[TransferRecord], limit: float) -> None:
         """Check that none of *records* took more than *limit* seconds to end, or timed out in less."""
@@ -301,7 +312,12 @@ class _Ring:
     def _check_line(self) -> None:
         # Whatever freed a slot has also given it to whoever waits.
         ring = self._landing.ring
-        if ring._line and ring._place(next(iter(ring._line.values()))) is not None and not self._member.has_ended:
+        if not ring._line or self._member.has_ended:
+            return
+        taken = sorted((slot.position % ring.size, slot.size) for slot in ring.slots.values())
+        starts, ends = [first for first, _ in taken] + [ring.size], [0] + [first + size for first, size in taken]
+        gaps = (start - end for start, end in zip(starts, ends, strict=True))
+        if max(gaps) >= next(iter(ring._line.values())):
             self._report("I12", f"a chunk waits for a slot of the ring of {self._member.rank.name}, where it fits")
 
     def _check_kept(self, severed: str) -> None:

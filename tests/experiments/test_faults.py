@@ -91,8 +91,8 @@ def test_every_kind_of_fault_can_happen():
     assert scenario.cancels
     assert scenario.kill
     assert scenario.restart
-    faults = "delayed delay late lateness stray torn shuffle slow squeezes lagging lag broken silences stale pauses"
-    assert set(scenario.faults.kinds()) == set(faults.split())
+    faults = "delayed delay late lateness unnoticed notice stray torn shuffle slow squeezes lagging lag broken"
+    assert set(scenario.faults.kinds()) == {*faults.split(), "silences", "stale", "pauses"}
     assert draw(1, 50, 0.0).faults.kinds() == ()
 
 

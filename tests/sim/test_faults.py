@@ -71,6 +71,29 @@ def reader(rank, whole=False):
     return buffer.read(0, 100).decode() if whole else seen
 
 
+def notifier(rank):
+    """Write ten times, one after the other; return when each was complete."""
+    region = rank.endpoint.register(rank.device.allocate(1000), "kv")
+    _, address = yield rank.channel.receive()
+    peer, ends = rank.endpoint.connect(address), []
+    for number in range(10):
+        batch = Batch(region, peer.regions["kv"], [0], [0], [1])
+        yield rank.endpoint.write(peer, batch, notify=bytes([number]))
+        ends.append(rank.clock.now)
+    return ends
+
+
+def notified(rank):
+    """Return which notifications come, and when."""
+    rank.endpoint.register(rank.device.allocate(1000), "kv")
+    rank.channel.send("notifier", rank.endpoint.address())
+    seen = []
+    while len(seen) < 10:
+        notification = yield rank.endpoint.notifications.get()
+        seen.append((notification.payload[0], rank.clock.now))
+    return seen
+
+
 def computer(rank):
     ends = []
     for _ in range(3):
@@ -143,6 +166,16 @@ def test_nothing_is_delayed_after_the_end_of_the_plan():
     assert written(late, seed=2, timeout=3.0)[0] == ["ok", 2.75]
 
 
+def test_notifications_come_late_and_in_order_though_writes_are_complete():
+    plain, late = (run(notifier, notified, model=model(faults)).ranks for faults in (None, NOTICES))
+    assert late["notifier"].value == plain["notifier"].value  # nothing holds up the writes
+    assert [number for number, _ in late["notified"].value] == list(range(10))
+    assert [at for _, at in plain["notified"].value] == plain["notifier"].value
+    later = [at - end for (_, at), end in zip(late["notified"].value, plain["notifier"].value, strict=True)]
+    assert min(later) == 0.0 < 5.0 < max(later)
+
+
+NOTICES = Faults(unnoticed=0.3, notice=5.0)
 ABSENT = {
     "silent": (Faults(silences=(Silence("one", 0.45, 1.25),)), ("one",)),
     "paused": (Faults(pauses=(Pause("ear", 0.45, 1.25),)), ("one", "two")),
