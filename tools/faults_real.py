@@ -273,10 +273,9 @@ class Check:
             if "pages" in value:
                 self._pages(name, value)
         rows: list[list[Any]] = router["rows"]
-        for number, (row, history) in enumerate(
-            zip(rows, router.get("histories", [[0.0, []]] * len(rows)), strict=True)
-        ):
-            self._request(number, row, history)
+        never = [[0.0, "", []]]  # it ended with the router
+        for number, (row, sent) in enumerate(zip(rows, router.get("histories", [never] * len(rows)), strict=True)):
+            self._request(number, row, sent[-1])
         for prefill, decode, status in router["probes"]:
             over = [name for name in (prefill, decode) if self._ranks[f"{name}.0"].error]
             if status != "ok" and not over:
@@ -345,7 +344,7 @@ class Check:
             self._note("leaks", f"{name}: {value}")
 
     def _request(self, number: int, row: list[Any], history: list[Any]) -> None:
-        status, (ended, tries) = row[3], history
+        status, (ended, _, tries) = row[3], history
         kind = status.partition(":")[0]
         if status == "ok":
             pages = -(-self._plan.requests[number].input // PAGE)

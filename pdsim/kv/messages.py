@@ -394,7 +394,7 @@ def decode(payload: bytes) -> KvMessage:
         if payload[:1] == _REFUSAL:
             raise Refused(payload[1:].decode(errors="replace"))
         got = f"schema version {payload[0]}" if payload else "an empty message"
-        raise MessageError(f"{got}, but this rank speaks version {VERSION}: run the same pdsim on every rank")
+        raise MessageError(f"{got} where version {VERSION} is spoken: run the same pdsim on every rank")
     try:
         read: KvMessage = _decode(payload[1:])
     except (msgspec.MsgspecError, ValueError) as error:  # msgspec leaves text that is not UTF-8 to the codec's error

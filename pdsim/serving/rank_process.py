@@ -69,9 +69,9 @@ Handler = Callable[[str, Any], object]
 class RankProcess:
     """One rank of a job.  `handlers` has one for each type of message that it expects, which must not wait.
 
-    The rank ends with an error when a handler raises, when another rank refuses it, and with `PeerLost` when nothing
-    has been heard of the router for `Deployment.deadline` seconds.  A message that cannot be read, or is for another
-    rank, is answered with the reason, and its sender is ignored from then on.
+    The rank ends with an error when a handler raises, when another rank refuses it, when it cannot read the router,
+    and with `PeerLost` when nothing has been heard of that for `Deployment.deadline` seconds.  A message that cannot
+    be read, or is for another rank, is answered with the reason, and its sender is ignored from then on.
 
     *ignored* counts messages that came too late to mean anything: those about rooms and incarnations that are over.
     """
@@ -129,6 +129,10 @@ class RankProcess:
         self.rank.channel.send(sender, refusal(reason))
         self.rank.channel.refuse(sender)
 
+    def refused(self, sender: str, reason: str) -> None:
+        """End this rank, which *sender* has refused."""
+        raise MessageError(f"refused by {sender}: {reason}")
+
     def watch(self) -> Program:
         """End this rank once the router has been silent for too long."""
         while not self.has_ended:
@@ -148,14 +152,15 @@ class RankProcess:
             self.guard(self._handle, *message)
 
     def _handle(self, sender: str, payload: bytes) -> None:
-        # The sender of what cannot be read, or is not for this rank, is refused; a refusal of this rank ends it
-        # with a `MessageError`.
         try:
             message = decode(payload)
         except Refused as error:
-            raise MessageError(f"refused by {sender}: {error}") from None
+            self.refused(sender, str(error))
+            return
         except MessageError as error:
             self.refuse(sender, str(error))
+            if sender == ROUTER:
+                raise MessageError(f"from {sender}: {error}") from None
             return
         if sender == ROUTER:
             self._heard = self.clock.now

@@ -1,8 +1,10 @@
 """What no process can do to a real run of `serve`: hang it by stopping or killing a rank."""
 
+import itertools
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,9 +19,9 @@ from experiments import serve
 from pdsim.config.compose import compose
 from pdsim.core.errors import PdsimError
 from pdsim.core.progress import silent
-from pdsim.kv.messages import ROUTER
+from pdsim.kv.messages import ROUTER, VERSION
 from pdsim.results.record import Result
-from tests.support.engines import make_target
+from tests.support.engines import MARKED, make_target
 
 RANKS = [ROUTER, "prefill0.0", "decode0.0"]
 BUSY = "workload.count=100", "workload.rate=20", "experiment.deadline=2s"
@@ -109,3 +111,38 @@ def test_a_killed_router_gives_one_line_for_each_request():
     assert result.failures[0] == "router: killed by signal 9"
     assert result.failures[3:] == requests
     assert not any("\n" in failure for failure in result.failures)
+
+
+OLDER = """
+from backends.jobs import worker
+from pdsim.kv import messages
+messages.VERSION -= 1
+messages._PREFIX = bytes([messages.VERSION])
+worker.main()
+"""
+
+
+@pytest.mark.parametrize("engine", MARKED[:2])
+def test_an_older_version_is_named_and_ends_no_other(engine):
+    """Real processes of commits before version 17 were refused likewise, by either side, and ended the router."""
+    number = itertools.count()
+
+    def older(connection: int, output: IO[bytes]) -> subprocess.Popen[bytes]:
+        if next(number) < 3:
+            return spawn(connection, output)
+        command = [sys.executable, "-c", OLDER, str(connection)]
+        return subprocess.Popen(command, pass_fds=[connection], stdout=output, stderr=output)
+
+    make_target(engine)
+    words = "target=real", "hw=loopback", f"backend={engine}", "parallel.decode.instances=2", "workload=smoke"
+    config = compose([*words, "experiment.deadline=2s"])
+    result = serve.run(config, Processes(config.backend, device_capacity=1 << 28, spawn=older, deadline=60), silent)
+    errors = {name: rank.error for name, rank in result.outcome.ranks.items() if rank.error}
+    assert list(errors) == ["decode1.0"]
+    versions = (
+        f"schema version {VERSION - 1} where version {VERSION} is",
+        f"{VERSION} where version {VERSION - 1} is",
+    )
+    assert any(words in errors["decode1.0"] for words in versions)
+    assert errors["decode1.0"].endswith("run the same pdsim on every rank")
+    assert set(result.requests["status"]) == {"ok"}

@@ -510,7 +510,10 @@ def test_a_notice_that_dies_with_its_sender_stalls_no_request(monkeypatch):
     target, specs = faults_real.job(job)
     pauses = tuple(Pause(name, *span) for name, spans in job.pause.items() for span in spans)
     model = Model(composed("hw=loopback").hw, target.engine, "timing", limit=100.0, faults=Faults(pauses=pauses))
-    rows = model.run(specs, job.kill, job.restart).ranks["router"].value["rows"]
+    outcome = model.run(specs, job.kill, job.restart)
+    rows = outcome.ranks["router"].value["rows"]
+    judged = faults_real.Check(job, outcome).report(outcome.seconds, [])
+    assert (judged.ok + judged.failed, judged.details) == (len(job.requests), [])
     assert [status for *_, status in (row[:4] for row in rows) if "before all of its KV" in status] == [
         "PeerLost: prefill0@1 is gone before all of its KV was known to be here"
     ]

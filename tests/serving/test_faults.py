@@ -9,7 +9,7 @@ import pytest
 
 from experiments.serve import ServeOptions, job
 from pdsim.core.errors import MessageError
-from pdsim.kv.messages import VERSION, KvSpec, RegisterRank, Stop, TransferDone, encode
+from pdsim.kv.messages import ROUTER, VERSION, KvSpec, RegisterRank, Stop, TransferDone, encode, refusal
 from pdsim.models.llm import Side
 from pdsim.serving.decode import DecodeScheduler
 from pdsim.serving.membership import InstanceRegistry
@@ -222,8 +222,14 @@ def beside(side: Side = ONE, **arguments: Any) -> Served:
 
 def test_a_message_of_another_version_ends_its_sender():
     assert beside().outcome.ranks["stranger"].value == (
-        f"schema version 99, but this rank speaks version {VERSION}: run the same pdsim on every rank"
+        f"schema version 99 where version {VERSION} is spoken: run the same pdsim on every rank"
     )
+
+
+def test_who_refuses_the_router_ends_no_other():
+    """As a rank of an older version did that read the first ping before the router read its registration."""
+    ranks = beside(receiver=ROUTER, payload=refusal("an older version")).outcome.ranks
+    assert (ranks[ROUTER].error, ranks["stranger"].value) == ("", "an older version")
 
 
 @pytest.mark.parametrize("receiver", ["router", "prefill0.0", "prefill0.1", "decode0.0", "decode0.1"])
