@@ -191,15 +191,16 @@ async def session(*, key: str, connections: int, connect_timeout: float) -> Asyn
     """Yield an aiohttp session of at most *connections* that sends *key*, if there is one, as the bearer's token.
 
     No connection is used twice: a server that closes an idle one just when a request is sent would fail that
-    request.
+    request.  Nothing is decompressed: a few bytes could become more lines than are read before any deadline.
     """
     import aiohttp
 
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+    headers |= {"Authorization": f"Bearer {key}"} if key else {}
     connector = aiohttp.TCPConnector(limit=connections, force_close=True)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout)
     async with aiohttp.ClientSession(
-        connector=connector, timeout=timeout, headers=headers, read_bufsize=1 << 20
+        connector=connector, timeout=timeout, headers=headers, read_bufsize=1 << 20, auto_decompress=False
     ) as opened:
         yield opened
 
@@ -215,7 +216,8 @@ async def answer(opened: Any, server: LiveServer, path: str, body: bytes, name: 
 
 
 async def body_of(response: Any) -> bytes:
-    """Return the body of *response*.  Raise a `ValueError` if it has more than `LARGEST` bytes."""
+    """Return the body of *response*.  Raise a `ValueError` if it is compressed or has more than `LARGEST` bytes."""
+    _uncompressed(response)
     parts, size = [], 0
     async for part in response.content.iter_any():
         parts.append(part)
@@ -225,22 +227,33 @@ async def body_of(response: Any) -> bytes:
     return b"".join(parts)
 
 
+def _uncompressed(response: Any) -> None:
+    if (coding := response.headers.get("Content-Encoding", "identity").lower()) != "identity":
+        raise ValueError(f"a body in Content-Encoding {coding!r}, and none was asked for; have it send none")
+
+
 async def events(
     opened: Any, server: LiveServer, path: str, body: bytes, name: str = ""
 ) -> AsyncIterator[tuple[float, bytes]]:
-    """Post like `answer`; yield time and data of each server-sent event up to ``[DONE]``, timed as it is read."""
-    clock = asyncio.get_running_loop().time
+    """Post like `answer`; yield time and data of each server-sent event up to ``[DONE]``, timed as it is read.
+
+    An answer without an event fails with what it says instead.
+    """
+    clock, said, event = asyncio.get_running_loop().time, b"", False
     async with _post(opened, server, path, body, name) as response:
+        _uncompressed(response)
         async for line in response.content:
             if line.startswith(b"error:"):  # llama.cpp
-                said = line[6:].decode(errors="replace").strip()[:200]
-                raise RequestFailed(f"Error: {server.name}: {said}")
+                raise RequestFailed(f"Error: {server.name}: {_reason(line[6:])}")
             if not line.startswith(b"data:"):
+                said += line if not event and len(said) < LARGEST >> 8 else b""
                 continue
-            data = line[5:].strip()
+            event, data = True, line[5:].strip()
             if data == b"[DONE]":
                 return
             yield clock(), data
+        if said.strip() and not event:
+            raise RequestFailed(f"Error: {server.name} sent no event: {_reason(said)}")
 
 
 @asynccontextmanager
@@ -249,21 +262,32 @@ async def _post(opened: Any, server: LiveServer, path: str, body: bytes, name: s
     from aiohttp.http_exceptions import HttpProcessingError  # of a line that is too long, no ClientError
 
     headers = {"X-Request-Id": name} if name else None
-    try:
-        async with opened.post(server.url + path, data=body, headers=headers) as response:
+    try:  # a redirect is not followed: it would be measured with every request, and take its prompt elsewhere
+        async with opened.post(server.url + path, data=body, headers=headers, allow_redirects=False) as response:
             if response.status != 200:
-                data = await body_of(response)
-                try:
-                    said = msgspec.json.decode(data)
-                except UNREADABLE:
-                    said = data.decode(errors="replace")
-                because = reason(said) or "without a reason"
-                raise RequestFailed(f"HTTP {response.status}: {server.name}: {because}")
+                said = _reason(await body_of(response))
+                if 300 <= response.status < 400 and (location := response.headers.get("Location")):
+                    said = f"moved to {location[:200]}; name that address instead"
+                raise RequestFailed(f"HTTP {response.status}: {server.name}: {said or 'without a reason'}")
             yield response
-    except (aiohttp.ClientError, HttpProcessingError, ConnectionError, OSError, ValueError) as error:
-        text = f"{type(error).__name__}: {str(error)[:200]}".rstrip(": ")
+    except (aiohttp.ClientError, HttpProcessingError, ConnectionError, OSError) as error:
         if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
-            raise RequestFailed(f"Refused: {server.name} cannot be reached: {text}") from error
+            raise RequestFailed(f"Refused: {server.name} cannot be reached: {cause(error)}") from error
         if isinstance(error, TimeoutError):
             raise
-        raise RequestFailed(f"ServerLost: {server.name} broke the connection: {text}") from error
+        raise RequestFailed(f"ServerLost: {server.name} broke the connection: {cause(error)}") from error
+    except ValueError as error:
+        raise RequestFailed(f"Malformed: {server.name} sent {error}") from error
+
+
+def cause(error: Exception) -> str:
+    """Return class and words of *error*, which aiohttp raised, in one line."""
+    words = " ".join(str(getattr(error, "message", "") or error).split())
+    return f"{type(error).__name__}: {words[:200]}".rstrip(": ")
+
+
+def _reason(body: bytes) -> str:
+    try:
+        return reason(msgspec.json.decode(body))
+    except UNREADABLE:
+        return reason(body.decode(errors="replace"))

@@ -14,9 +14,9 @@ import subprocess
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
 from urllib.request import urlopen
 
 from backends.live.commands import ServerLaunch
@@ -99,7 +99,7 @@ def _await(
 
 
 def _answers(url: str) -> bool:
-    with suppress(URLError, OSError, ValueError), urlopen(url, timeout=5) as answer:  # noqa: S310
+    with suppress(HTTPException, OSError, ValueError), urlopen(url, timeout=5) as answer:  # noqa: S310
         return bool(answer.status == 200)
     return False
 

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit, urlunsplit
 import msgspec
 
 from backends.live.commands import MODULES, gpus_needed, launches, refusals
-from backends.live.http import UNREADABLE, LiveServer, body_of, session
+from backends.live.http import UNREADABLE, LiveServer, body_of, cause, session
 from backends.live.launch import model_problem, write_model
 from backends.live.metrics import MetricSample, Page
 from backends.live.routes import Direct, RequestRoute, RequestRow, SglangPair, VllmPair
@@ -35,6 +35,8 @@ from pdsim.serving.workload import Request
 METRICS = "metrics.parquet"
 """The file, beside those of every run, with what the servers reported while they were measured."""
 
+PATIENCE = 30.0
+"""Seconds for each of a server's answers about itself."""
 
 Keep = Callable[[bytes], object]
 
@@ -241,11 +243,14 @@ class LiveDeployment:
         if self.engine == "sglang":
             return ""  # /generate asks for none
         server = self.servers[-1]
-        answer = await _json(opened, server, "/v1/models")
+        answer, problem, _ = await _json(opened, server, "/v1/models")
+        if problem:
+            raise BackendUnavailable(f"{_shown(server.url)}/v1/models: {problem}; check the address and the API key")
         models = answer.get("data") if isinstance(answer, Mapping) else None
-        if not models:
+        first = models[0] if isinstance(models, list) and models else None
+        if not isinstance(first, Mapping) or not isinstance(first.get("id"), str):
             raise ConfigError(f"{_shown(server.url)}/v1/models lists no model; name it with live.model")
-        return str(models[0]["id"])
+        return str(first["id"])
 
 
 def _warmup(requests: Sequence[Request], times: int) -> list[Request]:
@@ -256,32 +261,33 @@ def _warmup(requests: Sequence[Request], times: int) -> list[Request]:
 
 async def _version(opened: Any, server: LiveServer) -> str:
     for path, name in (("/version", "vllm"), ("/server_info", "sglang"), ("/get_server_info", "sglang")):
-        answer = await _json(opened, server, path, required=False)
+        answer, _, _ = await _json(opened, server, path)
         if isinstance(answer, Mapping) and "version" in answer:
             return f"{name} {answer['version']}"
-    async with opened.get(f"{server.url}/v1/models") as response:
-        return str(response.headers.get("Server", "unknown server"))
+    return (await _json(opened, server, "/v1/models"))[2]
 
 
-async def _json(opened: Any, server: LiveServer, path: str, *, required: bool = True) -> Any:
+async def _json(opened: Any, server: LiveServer, path: str) -> tuple[Any, str, str]:
+    # what the server answers, or why that is no JSON, and what it calls itself
     import aiohttp
+    from aiohttp.http_exceptions import HttpProcessingError
 
+    name = "unknown server"
     try:
-        async with asyncio.timeout(30.0), opened.get(server.url + path) as response:
-            if response.status == 200:
-                return msgspec.json.decode(await body_of(response))
-            status = f"HTTP {response.status}"
+        async with asyncio.timeout(PATIENCE), opened.get(server.url + path) as response:
+            name = str(response.headers.get("Server", name))
+            if response.status != 200:
+                return None, f"HTTP {response.status}", name
+            return msgspec.json.decode(await body_of(response)), "", name
     except UNREADABLE as error:
-        status = f"no JSON: {error}"
-    except (aiohttp.ClientError, OSError) as error:
-        cause = getattr(error, "os_error", error)  # without what aiohttp says of SSL
+        return None, f"no JSON: {error}", name
+    except (aiohttp.ClientError, HttpProcessingError, OSError) as error:
+        said = f"nothing whole within {PATIENCE:g} s" if isinstance(error, TimeoutError) else cause(error)
+        if system := getattr(error, "os_error", None):  # without what aiohttp says of SSL
+            said = str(system)
         raise BackendUnavailable(
-            f"{server.name} at {_shown(server.url)} does not answer: {cause or type(error).__name__}; start it, or "
-            "correct its address"
+            f"{server.name} at {_shown(server.url)} does not answer: {said}; start it, or correct its address"
         ) from None
-    if required:
-        raise BackendUnavailable(f"{_shown(server.url)}{path}: {status}; check the address and the API key")
-    return None
 
 
 def _shown(url: str) -> str:

@@ -21,6 +21,9 @@ import msgspec
 from backends.live.http import UNREADABLE, Format, LiveServer, RequestFailed, StreamChunk, answer, events, reason
 from pdsim.serving.workload import Request
 
+BEYOND = 10_000
+"""Tokens more than asked for after which a stream that goes on is given up: times of all are kept."""
+
 
 @dataclass(slots=True)
 class RequestRow:
@@ -86,6 +89,8 @@ class RequestRoute(ABC):
             if new > 0:
                 _arrived(row, now, new)
             row.tokens = max(row.tokens, chunk.total or 0)
+            if row.tokens > output + BEYOND and self.exact:
+                raise RequestFailed(f"Aborted: {server.name} has sent {row.tokens} of {output} tokens and goes on")
         if row.tokens and row.first is None:  # no chunk had text of its own
             row.first = row.last = now
         if row.tokens != output and (self.exact or not row.finish or not row.tokens):

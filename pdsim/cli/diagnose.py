@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """`pdsim diagnose`: measured transfers beside what the engine's model expects, and what explains the difference."""
 
-import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from http.client import HTTPException
 from json import dumps
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from tempfile import NamedTemporaryFile
+from threading import Thread
 from typing import Any
 
 from pdsim.calibration import diagnosis, importers, pasted
@@ -170,12 +172,25 @@ def _alone(samples: Sequence[Sample], source: str) -> list[Sample]:
 
 
 def _fetched(url: str, tool: str) -> list[Sample]:
+    come: SimpleQueue[bytes | Exception] = SimpleQueue()
+
+    def fetch() -> None:
+        try:
+            with urllib.request.urlopen(url, timeout=_PATIENCE) as page:  # noqa: S310  the scheme was looked at
+                come.put(page.read(_LARGEST))
+        except HTTPException as error:
+            come.put(ValueError(f"no HTTP: {error}"))
+        except (OSError, ValueError) as error:
+            come.put(error)
+
+    Thread(target=fetch, daemon=True).start()  # urllib's timeout is one of each read: a page may trickle for ever
     try:
-        with urllib.request.urlopen(url, timeout=_PATIENCE) as page:  # noqa: S310  the scheme was looked at
-            text = page.read(_LARGEST)
-    except (OSError, ValueError) as error:
-        reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        raise ConfigError(f"{url}: {reason}; name the address of a server's /metrics") from error
+        text = come.get(timeout=_PATIENCE)
+    except Empty:
+        text = TimeoutError(f"not all of it has come within {_PATIENCE:g} s")
+    if isinstance(text, Exception):
+        reason = " ".join(str(getattr(text, "reason", "") or text).split())
+        raise ConfigError(f"{url}: {reason}; name the address of a server's /metrics") from text
     with NamedTemporaryFile(suffix=".txt") as file:
         file.write(text)
         file.flush()
