@@ -309,7 +309,8 @@ class Membership:
 
     def lose_refused(self, rank: str, reason: str) -> None:
         """Lose the instance of *rank*, which *process* has refused."""
-        self._lose(instance_of(rank), f"MessageError: {reason}")
+        if (instance := instance_of(rank)) in self.instances:  # not a rank of the job that is of none
+            self._lose(instance, f"MessageError: {reason}")
 
     def lose_incarnation(self, incarnation: str, reason: str) -> None:
         """Lose *incarnation*, unless it is over: its instance may have been started again since."""

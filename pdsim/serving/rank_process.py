@@ -69,9 +69,10 @@ Handler = Callable[[str, Any], object]
 class RankProcess:
     """One rank of a job.  `handlers` has one for each type of message that it expects, which must not wait.
 
-    The rank ends with an error when a handler raises, when another rank refuses it, when it cannot read the router,
-    and with `PeerLost` when nothing has been heard of that for `Deployment.deadline` seconds.  A message that cannot
-    be read, or is for another rank, is answered with the reason, and its sender is ignored from then on.
+    The rank ends with an error when a handler raises, when it cannot read the router, when another rank refuses it
+    (the router loses the instance of that one instead), and with `PeerLost` when nothing has been heard of the
+    router for `Deployment.deadline` seconds.  What cannot be read, or is for another rank, is answered with the
+    reason, and its sender is ignored from then on.
 
     *ignored* counts messages that came too late to mean anything: those about rooms and incarnations that are over.
     """
@@ -129,10 +130,6 @@ class RankProcess:
         self.rank.channel.send(sender, refusal(reason))
         self.rank.channel.refuse(sender)
 
-    def refused(self, sender: str, reason: str) -> None:
-        """End this rank, which *sender* has refused."""
-        raise MessageError(f"refused by {sender}: {reason}")
-
     def watch(self) -> Program:
         """End this rank once the router has been silent for too long."""
         while not self.has_ended:
@@ -154,10 +151,9 @@ class RankProcess:
     def _handle(self, sender: str, payload: bytes) -> None:
         try:
             message = decode(payload)
-        except Refused as error:
-            self.refused(sender, str(error))
-            return
         except MessageError as error:
+            if isinstance(error, Refused) and self.rank.name != ROUTER:
+                raise MessageError(f"refused by {sender}: {error}") from None
             self.refuse(sender, str(error))
             if sender == ROUTER:
                 raise MessageError(f"from {sender}: {error}") from None

@@ -313,10 +313,6 @@ class Router(RankProcess):
         super().refuse(sender, reason)
         self.membership.lose_refused(sender, reason)
 
-    def refused(self, sender: str, reason: str) -> None:
-        """Lose the instance of *sender*, which cannot read this router, and serve with the others."""
-        self.refuse(sender, reason)
-
     def _handle(self, sender: str, payload: bytes) -> None:
         self.membership.heard(sender)
         super()._handle(sender, payload)
