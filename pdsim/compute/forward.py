@@ -223,13 +223,13 @@ def forward_time(model: Llm, machine: Machine, compute: Compute, side: Side, dir
     token_allreduce = allreduce = 0.0
     reduced, ring = (2, tp) if side.ep == 1 else (1, group)  # attention and MLP need one a layer each
     if ring > 1:
-        rate = compute.allreduce_rate or machine.interconnect.rate or machine.host.tcp_rate
         hops, byte = between_nodes(machine, ring)
         near = min(ring, machine.gpus or ring)
-        # a ring moves 2 (n - 1) / n of the activations through each port
-        token_allreduce = reduced * model.layers * 2 * (near - 1) / near * model.hidden * model.dtype_bytes
-        token_allreduce = token_allreduce / rate / share
-        token_allreduce += reduced * model.layers * model.hidden * model.dtype_bytes * byte / share
+        links = near - 1 if machine.interconnect.kind == "mesh" else 1  # of a mesh all carry a share at once
+        rate = compute.allreduce_rate or links * machine.interconnect.rate or machine.host.tcp_rate
+        # 2 (n - 1) / n of the activations leave each rank, in 16 bits whatever the weights have
+        sent = reduced * model.layers * 2 * model.hidden / share
+        token_allreduce = sent * (2 * (near - 1) / near / rate + byte)
         allreduce = reduced * model.layers * (compute.allreduce_latency + hops) / side.pp
     return ForwardTime(
         token_flops=2 * model.active / group / share,

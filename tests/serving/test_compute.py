@@ -220,3 +220,10 @@ def test_decode_attention_splits_below_eight_fifths_tiles_a_multiprocessor():
     assert whole_sequences(32, 8, 132)
     assert not whole_sequences(26, 8, 132)
     assert not whole_sequences(1000, 8, 0)
+
+
+def test_an_all_reduce_takes_16_bits_on_all_links():
+    mesh = replace(MACHINE, interconnect=replace(MACHINE.interconnect, kind="mesh"))
+    switch, links = (forward_time(MODEL, machine, PLAIN, Side(tp=8)).token_allreduce for machine in (MACHINE, mesh))
+    assert switch == pytest.approx(7 * links)
+    assert switch == forward_time(replace(MODEL, dtype_bytes=1), MACHINE, PLAIN, Side(tp=8)).token_allreduce
