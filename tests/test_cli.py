@@ -226,7 +226,8 @@ def test_the_default_is_to_serve_a_trace(pdsim_says):
     _, offered, slo, *rest = out.splitlines()
     assert offered.startswith("load: prefill ")
     assert slo.startswith("SLO: 100.0 % of 3 requests meet TTFT <= 5 s and TPOT <= 50 ms (goal 99 %); 3 served in ")
-    assert len(rest) <= 13
+    assert len(rest) <= 14
+    assert rest[5].startswith("95 % interval: TTFT p50 33.4 ms to 21.3 s")
 
 
 def test_the_printed_configuration_is_that_of_the_run(pdsim_says, tmp_path):

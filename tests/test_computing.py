@@ -27,7 +27,7 @@ OPERATORS = (*COLOCATED, "compute=operators"), (*COLOCATED, "compute=h100_vllm")
         (
             ("hw=8xh20", "model=qwen3-32b"),
             "roofline",
-            "sglang with qwen3-32b was not measured on H20; TTFT, TPOT and end to end were 27",
+            "sglang with qwen3-32b was not measured on H20; by a roofline TTFT, TPOT and output of MI300X",
         ),
         (("hw=loopback",), "roofline", "without a GPU compute is emulated"),
     ],

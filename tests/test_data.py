@@ -3,14 +3,17 @@
 import gzip
 import hashlib
 import json
+import re
 
 import pytest
 
+from pdsim.config.presets import ROOFLINE
 from pdsim.core import files
 from pdsim.core.files import data
+from pdsim.results.accuracy import SERVERS
 from pdsim.validation.intervals import BLIND
 from pdsim.validation.sealed import unseal
-from tools import tables, validation
+from tools import served, tables, validation
 
 LIVE = ("live/**/expected-*.json", "live/**/second-*.json", "live/*.json")
 PATTERNS = (*LIVE, "validation/*/expectations.json*")
@@ -35,6 +38,29 @@ def test_a_probe_names_the_hash_of_its_predictions(path):
 def test_sealed_validations_give_intervals_and_campaigns():
     assert validation.blind(validation._stored()) == BLIND
     assert validation.campaigns() == validation.CAMPAIGNS.read_text(encoding="utf-8")
+
+
+def test_sealed_servers_give_the_factors_that_runs_print():
+    every = served.points()
+    for level, servers in SERVERS.items():
+        own = [point for point in every if point.level == level]
+        assert served.factors(own) == servers.factors
+        assert len({point[1:4] for point in own}) == servers.loads
+    table = "\n".join(served.table())
+    assert all(90 <= int(share) <= 98 for share in re.findall(r"(\d+) \|$", table, re.MULTILINE))
+
+
+def test_the_warning_of_a_roofline_has_measured_errors():
+    errors = [
+        int(text)
+        for text in re.findall(
+            r"\d+(?= and| %|,|;)", ROOFLINE.partition("; H100")[0].replace("MI300X", "").replace("MI355X", "")
+        )
+    ]
+    rows = {(row["servers"], row["gpu"]): row for row in tables.rows(data("benchmarks", "scorecard.csv"))}
+    for number, key in enumerate((("colocated", "mi300x"), ("colocated", "mi355x"), ("disaggregated", "mi355x"))):
+        values = [round(float(rows[key][f"{name} %"])) for name in ("ttft", "tpot", "output")]
+        assert errors[3 * number : 3 * number + 3] == values
 
 
 def test_the_data_stay_small():

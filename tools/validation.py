@@ -14,14 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from experiments.validate import ValidateOptions, bounds
 from pdsim.results import drawing
 from pdsim.results.drawing import Figure, Marks, Panel, Scale
 from pdsim.validation.agreement import agreement
-from pdsim.validation.intervals import blind_error, cause
+from pdsim.validation.intervals import WHOLE, blind_error, cause
 from pdsim.validation.sealed import EXPECTED, MEASURED, predictions, read
 from pdsim.validation.verdicts import Class, Compared, Value, by_class, compare
 from tools import live_data
@@ -49,11 +46,6 @@ HANDOFFS = ("vllm", "vllm-1to2", "sglang", "sglang-1to2")
 LENGTHS = ("128", "512", "2048", "8192", "32768")
 ENGINES = ("nvlink", "mooncake_nvlink", "nixl")
 KINDS = {"transfers": ("pair", "bidirectional"), "handoffs": ("handoff", "metadata"), "serving": ("serve",)}
-
-Floats = npt.NDArray[np.float64]
-
-RANDOM = 200
-"""Draws of loads into groups without regard to their hosts."""
 
 NAMES = [name[:-2].replace("_", " ").replace("ttft", "TTFT").replace("tpot", "TPOT") for name in METRICS]
 COUNTED = (*NAMES, "within bound", "within repeats", "missed")
@@ -98,7 +90,7 @@ def _reached(folders: Sequence[Path]) -> Iterator[str]:
         for name, of in rows.items()
     ]
     yield "Median of the absolute error in per cent, 95th percentile in brackets; bold is beyond its bound."
-    yield "The last column adds to each interval what the other validations missed."
+    yield "The last column adds to each interval what the other validations missed, of handoffs that alone."
     yield ""
     yield from markdown(["class", "bound %", *names, "in sealed 95 % interval", "with blind errors"], cells)
 
@@ -116,7 +108,10 @@ def _holds(one: Compared, errors: Mapping[str, float]) -> bool:
     value, low, high = one.predicted.value, one.predicted.low, one.predicted.high
     assert low is not None
     assert high is not None
-    error = errors[cause(one.predicted.group)] * value
+    name = cause(one.predicted.group)
+    error = errors[name] * value
+    if name in WHOLE:
+        low = high = value
     return value - math.hypot(value - low, error) <= one.measured <= value + math.hypot(high - value, error)
 
 
@@ -199,57 +194,6 @@ def serving() -> Iterator[str]:
         cells = [f"{each[0] * 1e3:.0f} / {each[1] * 1e3:.0f}" if each else None for each in both]
         handoffs.append([f"`{name}`", *cells])
     yield from markdown(["first token after prefill's end, ms, predicted / measured", *LENGTHS], handoffs)
-    yield ""
-    yield from _left_out()
-
-
-def _left_out() -> Iterator[str]:
-    # A row for each host: how far off it is once the mean of the other hosts is taken off, and how many of its
-    # values are where one more value of the others is with 95 %; then the same of loads in groups of any hosts.
-    every, random = live_data.blind(), np.random.default_rng(0)
-    rows: list[list[str]] = []
-    held, count, drawn = 0, 0, np.zeros(RANDOM, int)
-    for names in POOLS.values():
-        groups = [_logs(_errors(*every[name])) for name in names]
-        for name, (inside, values, errors, widths) in zip(names, _coverage(groups), strict=True):
-            rows.append([f"`{name}`", ", ".join(errors), f"{inside}/{values}", ", ".join(widths)])
-            held, count = held + inside, count + values
-        loads, ends = [load for group in groups for load in group], np.cumsum([len(group) for group in groups])
-        for number in range(RANDOM):
-            order = [loads[index] for index in random.permutation(len(loads))]
-            parts = [order[end - len(group) : end] for group, end in zip(groups, ends, strict=True)]
-            drawn[number] += sum(inside for inside, *_ in _coverage(parts))
-    yield from markdown(["host left out", "TTFT p50, TPOT p50: error, %", "held, all metrics", "width, %"], rows)
-    yield ""
-    low, middle, high = np.quantile(drawn, (0.025, 0.5, 0.975))
-    yield f"Held: {held} of {count} ({100 * held / count:.0f} %); of the same loads in random groups of these sizes,"
-    yield f"{middle:.0f} ({low:.0f} to {high:.0f} in 95 of 100 draws)."
-
-
-def _logs(errors: Mapping[str, Sequence[tuple[str, float]]]) -> list[dict[str, float]]:
-    # of each load the logarithm of predicted over measured, by metric
-    by_load: dict[str, dict[str, float]] = {}
-    for metric, values in errors.items():
-        for load, error in values:
-            by_load.setdefault(load, {})[metric] = math.log1p(error)
-    return list(by_load.values())
-
-
-def _coverage(groups: Sequence[list[dict[str, float]]]) -> Iterator[tuple[int, int, list[str], list[str]]]:
-    from scipy.stats import t
-
-    for number, group in enumerate(groups):
-        inside, count, errors, widths = 0, 0, [], []
-        rest = [load for other, loads in enumerate(groups) if other != number for load in loads]
-        for metric in METRICS:
-            own = np.array([load[metric] for load in group if metric in load])
-            others = np.array([load[metric] for load in rest if metric in load])
-            half = t.ppf(0.975, len(others) - 1) * np.std(others, ddof=1) * math.sqrt(1 + 1 / len(others))
-            inside, count = inside + int(np.sum(np.abs(own - others.mean()) <= half)), count + len(own)
-            if metric in ("ttft_p50_s", "tpot_p50_s"):
-                errors.append(f"{100 * np.mean(np.abs(np.expm1(own - others.mean()))):.0f}")
-                widths.append(f"{200 * math.exp(others.mean()) * math.sinh(half):.0f}")
-        yield inside, count, errors, widths
 
 
 def campaigns() -> str:

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from experiments.capacity.search import Capacity, Plan, Probe, Shape, paired
+from experiments.capacity.search import Capacity, Plan, Probe, Shape, configured, paired
 from experiments.jobs import Columns, tabulated
 from pdsim.config import Config
 from pdsim.core.units import format_time
+from pdsim.results import accuracy, evidence
 from pdsim.results.record import Metric, Table, pareto
 
 
@@ -200,9 +202,10 @@ def _answer(found: Found, config: Config) -> Iterator[list[str]]:
         low, high = (best.rate_at(load) for load in (best.capacity.low, best.capacity.high))
         yield ["best", f"{best.plan.shape}, {copies} on {best.gpus} of {total} GPUs"]
         yield ["serves", f"{best.rate:.3g} requests/s, {best.tokens:.4g} tokens/s/GPU out"]
-        yield ["95 % interval", f"{low:.3g} to {high:.3g} requests/s"]
+        yield ["by the draw alone", f"{low:.3g} to {high:.3g} requests/s, 95 %"]
     yield ["attainment", f"{_attained(best)} at load {best.probe.load:.2f}"]
     yield ["latency", f"TTFT p90 {_time(best.probe.ttft)}, TPOT p90 {_time(best.probe.tpot)}"]
+    yield from _worth(found, config, best)
     if (cost := best.cost(_prices(config))) is not None:
         own = best.plan.shape.prefill_hw
         beside = f" and {_prices(config)[own]:g} of {own}" if own else ""
@@ -219,6 +222,28 @@ def _answer(found: Found, config: Config) -> Iterator[list[str]]:
     other = "disaggregated" if best.plan.shape.colocated else "colocated"
     if not any(one.plan.shape.colocated != best.plan.shape.colocated for one in shown):
         yield [other, _ruled_out(found, best, other)]
+
+
+def _worth(found: Found, config: Config, best: Entry) -> Iterator[list[str]]:
+    # The interval with the errors of servers that were measured, what may exceed the SLO by them, and the evidence.
+    own = configured(config, best.plan.shape, "least_tokens")
+    servers = accuracy.of_servers(own)
+    if servers is not None:
+        factor, probe = servers.factors["e2e_p50"], best.probe
+        loads = (probe.load, probe.load) if found.asked else (best.capacity.low or probe.load, best.capacity.high)
+        down, up = (math.exp(math.hypot(math.log(load / probe.load), math.log(factor))) for load in loads)
+        text = f"{best.rate / down:.3g} to {best.rate * up:.3g} requests/s"
+        yield ["95 % interval", f"{text}, by {servers.loads} loads of {servers.servers}"]
+    else:
+        yield ["95 % interval", "not known"]
+    for name, value, metric in (("ttft", best.probe.ttft, "ttft_p90"), ("tpot", best.probe.tpot, "tpot_p99")):
+        limit, off = getattr(config.slo, name), servers.factors[metric] if servers else 1.0
+        if value and value <= limit < value * off:
+            safe = format_time(limit / off).replace(" ", "")
+            text = f"{name.upper()} p90 may be {format_time(value * off)}; slo.{name}={safe} leaves room for that"
+            yield ["at risk", text]
+    sources = evidence.gather(own, serving=True)
+    yield from ([owner, evidence.owned(sources, owner)] for owner in ("compute", "engine", "model"))
 
 
 def _compared(best: Entry, one: Entry, found: Found) -> str:

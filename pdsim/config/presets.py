@@ -386,8 +386,11 @@ def notes(config: Any) -> Iterator[str]:
 
 # --- compute=auto --------------------------------------------------------------------------------------------------
 
-ROOFLINE = "TTFT, TPOT and end to end were 27, 26 and 28 % off on H100"
-"""How far a roofline with assumed shares is off (docs/model.md)."""
+ROOFLINE = (
+    "by a roofline TTFT, TPOT and output of MI300X servers were 63, 43 and 81 % off, of MI355X 50, 16 and 22, "
+    "disaggregated 72, 12 and 17, nearly all too fast; H100, blind, 27, 26 and 28"
+)
+"""How far a roofline with assumed shares is off (data/benchmarks/scorecard.csv, docs/model.md)."""
 OPERATORS = "operators"
 """The ``compute`` that looks up in aiconfigurator-core's own tables."""
 OWN, PASSED = "your own profile", "; not your own profile "

@@ -6,6 +6,7 @@ weakest, and a colon; every YAML file of ``conf/`` has one for each of its numbe
 hardware, or of another model, counts as assumed.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,10 @@ from pdsim.transfer.log import TransferShape, endpoints, shapes
 
 DRAWS = 1000
 """Hosts that `host_spread` draws."""
+
+
+_HELD_OUT = re.compile(r" (?:\d+,|held out) ([\d.]+)(?: and |[;.,] |$)")
+"""Medians in the source of a table of operators or of a profile, as `pdsim profile` writes them."""
 
 
 def kinds(sources: Mapping[str, str]) -> dict[str, list[str]]:
@@ -49,6 +54,25 @@ def texts(sources: Mapping[str, str], kind: str) -> dict[str, list[str]]:
     for parameter in kinds(sources).get(kind, ()):
         by_text.setdefault(sources[parameter].partition(":")[2].strip(), []).append(parameter)
     return by_text
+
+
+def owned(sources: Mapping[str, str], owner: str) -> str:
+    """Return the kinds of *sources* of *owner*, such as engine, with their numbers, and where the weakest are from.
+
+    A table of operators adds by how much those held out of it are off, in the median.
+    """
+    own = {key: text for key, text in sources.items() if key.partition(".")[0] == owner}
+    if not own:
+        return "assumed: nothing says where its numbers are from"
+    by_kind = kinds(own)
+    names = list(by_kind.values())[-1]
+    texts_of = [own[name].partition(": ")[2].split(": ")[0].split(";")[0] for name in names]
+    borrowed = [text for text in texts_of if text.startswith("measured on ")]
+    where = Counter(borrowed or texts_of).most_common(1)[0][0]
+    counted = [f"{kind}{f' {len(keys)}' if len(own) > 1 else ''}" for kind, keys in reversed(by_kind.items())]
+    text = f"{', '.join(counted)} ({where})"
+    off = [float(each) for source in own.values() for each in _HELD_OUT.findall(source)]
+    return f"{text}; operators held out {min(off):g} to {max(off):g} % off" if off else text
 
 
 def gather(config: Config, *, serving: bool, gathering: bool = False) -> dict[str, str]:

@@ -22,7 +22,7 @@ from typing import IO, Any, Self
 from pdsim.core.errors import ConfigError
 from pdsim.core.files import printable
 from pdsim.core.units import format_time
-from pdsim.results import evidence, schema, store
+from pdsim.results import accuracy, evidence, schema, store
 from pdsim.results.record import Table
 
 GOAL = 0.99
@@ -394,6 +394,7 @@ def brief_lines(run: Mapping[str, Any], folder: Path, *, page: bool = False) -> 
         config = schema.read_configuration(folder / "config.yaml")
         yield _verdict(metrics, config)
         yield from () if page else _latencies(metrics)
+        yield from _interval(run, metrics, config)
         yield from (note for note in run["notes"] if note.startswith("TTFT: "))
         yield from _bound(run, metrics, {} if config.get("workload.tenants") else config, shares, most)
     elif not page:
@@ -479,6 +480,12 @@ def _latencies(metrics: Mapping[str, Any]) -> Iterator[str]:
         values = [metrics.get(f"{name}_{q}_s") for q in ("p50", "p90", "p99")]
         texts = ["-" if value is None else format_time(value) for value in values]
         yield f"{title:<12}{''.join(f'{text:>10}' for text in texts)}"
+
+
+def _interval(run: Mapping[str, Any], metrics: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[str]:
+    if servers := run["evidence"].get("servers"):
+        between = config.get("hw.nodes", 1) != 1 and config.get("experiment.deployment") != "colocated"
+        yield accuracy.line(servers, metrics, between=between)
 
 
 def _bound(

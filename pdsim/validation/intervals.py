@@ -28,6 +28,9 @@ BLIND = {
 }
 """What 95 of 100 measurements of sealed validations deviate from their predictions, relative, by cause."""
 
+WHOLE = ("handoff", "metadata", "serve")
+"""Causes of many transfers: their blind error alone holds 95 %, and the parameters' ends would double the width."""
+
 
 def cause(group: str) -> str:
     """Return which of `BLIND` the deviations of class *group* have; where several transfers share, those of two."""
@@ -64,10 +67,10 @@ def variants(config: Config) -> Iterator[tuple[str, Config, Config]]:
 def predicted(config: Config, predict: Callable[[Config], Sequence[Value]]) -> list[Value]:
     """Return the predictions for *config*, with the interval that follows from its calibration, if it has one.
 
-    *predict* is called once, and twice more for each parameter that has an interval (`variants`).  What adds in
-    quadrature is the error that the calibration has at 95 of 100 points left out of its fit, and that of predictions
-    on other hosts (`BLIND`).  The whole grows with `Value.factor`, by which the value lies beyond the samples
-    (`widening`).
+    *predict* is called once, and twice more for each parameter that has an interval (`variants`; not of `WHOLE`).
+    What adds in quadrature is the error that the calibration has at 95 of 100 points left out of its fit, and that
+    of predictions on other hosts (`BLIND`).  The whole grows with `Value.factor`, by which the value lies beyond the
+    samples (`widening`).
     """
     centre = list(predict(config))
     if (calibration := config.calibration) is None:
@@ -97,6 +100,8 @@ def _spanned(calibration: Calibration, value: Value, below: float, above: float)
     held = held or calibration.held_out
     error = value.value * math.hypot(held.p95 if held is not None else 0.0, BLIND[cause(value.group)])
     wide = widening(value.factor)
+    if cause(value.group) in WHOLE:
+        below = above = 0.0
     low = value.value - wide * math.hypot(below, error)
     return replace(value, low=max(0.0, low), high=value.value + wide * math.hypot(above, error))
 

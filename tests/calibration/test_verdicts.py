@@ -104,6 +104,12 @@ def test_intervals_are_tried_at_both_ends_of_all_steps(tmp_path):
 GROUPS = [("pair", "pair"), ("pair, read", "pair, read"), ("handoff, whole", "handoff"), ("incast", "bidirectional")]
 
 
+def test_the_blind_error_of_handoffs_is_their_interval(tmp_path):
+    config = calibrated(tmp_path, intervals={"backend.intra.call": ("1us", "90us")})
+    (one,) = predicted(config, lambda config: [value(config.backend.intra.call, group="handoff, whole")])
+    assert one.high == pytest.approx(5e-6 * (1.0 + BLIND["handoff"]))
+
+
 @pytest.mark.parametrize(("group", "name"), GROUPS)
 def test_what_the_fit_missed_adds_to_the_interval(tmp_path, group, name):
     assert cause(group) == name

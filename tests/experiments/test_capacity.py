@@ -26,6 +26,7 @@ from pdsim.config import Config
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import silent
 from pdsim.hardware.machine import Machine, Nic
+from pdsim.results.accuracy import SERVERS
 from pdsim.results.record import Result
 from pdsim.serving.settings import Kv, Slo, Tenant, Workload
 from pdsim.serving.workload import draw, load
@@ -220,6 +221,16 @@ def test_the_answer_does_not_depend_on_the_number_of_processes():
     assert shares == sorted(shares)  # what is left never grows
     assert shares[-1] <= 1.0
     assert len({*shares}) > 3
+
+
+def test_the_answer_has_the_errors_of_servers_and_evidence():
+    one, _ = ordinary()
+    answer, rate = told(one), one.values["capacity_rate"]
+    low, high = map(float, answer["95 % interval"].partition(" requests/s, by 19 loads of ")[0].split(" to "))
+    assert low <= rate / SERVERS["roofline"].factors["e2e_p50"] * 1.01
+    assert high >= rate * SERVERS["roofline"].factors["e2e_p50"] * 0.99
+    assert answer["compute"].startswith("assumed")
+    assert {"engine", "model", "by the draw alone"} <= answer.keys()
 
 
 def test_fewest_gpus_serve_a_rate_that_fewer_do_not():
