@@ -26,13 +26,15 @@ EVERY = 1 << 62
 """A number above that of any room: contents of all of them are written and compared."""
 
 Bytes = npt.NDArray[np.uint8]
+Marks = tuple[tuple[int, int, int], ...]
+"""Spans of tokens, each with its first, the one after its last, and what marks them."""
 
 _TOKEN, _MARK, _HEAD, _PLANE, _ROOM = 0, 17, 24, 36, 48  # first bit of each field
 _MARKED = 1 << _MARK
 """The first tokens, whose contents can be marked; a later token has its own bits there."""
 _AUX, _INDEX = 0xFFF, 0xFFE  # no head has these numbers
 _SMALL = 1 << 13
-"""Bytes of rows whose words are kept: small pieces cost more to number than to compare."""
+"""Bytes of rows that are kept: small pieces cost more to make than to compare."""
 
 
 class Contents:
@@ -45,7 +47,7 @@ class Contents:
 
     def __init__(self, buffer: Buffer, layout: KvLayout, tp_rank: int, aux: Buffer | None = None) -> None:
         self.layout = layout
-        self.marks: Callable[[int, range], npt.NDArray[np.uint64]] | None = None
+        self.marks: Callable[[int, range], Marks] | None = None
         """Says by which chunk each of some tokens of a room was computed, if bytes are to carry that too."""
         self.computed: Callable[[int], range] | None = None
         """Says which tokens of a room are computed here, whole pages of others before them, if no others are to be
@@ -200,11 +202,12 @@ class Contents:
             return
         heads = (_INDEX,) if table.component == "index" else self._heads
         room = room if self.prompt is None else self.prompt(room)
-        marks = self.marks(room, tokens) if self.marks is not None and tokens.stop <= _MARKED else None
+        marks = self.marks(room, tokens) if self.marks is not None and tokens.stop <= _MARKED else ()
         row = table.item // table.tokens
-        many = max(1, _SMALL // (len(tokens) * row))
+        size = len(tokens) * row
+        make, many = (_few_rows, _SMALL // size) if size <= _SMALL else (_token_rows, 1)
         for first in range(0, len(planes), many):
-            yield from _token_rows(heads, row, room, tuple(planes[first : first + many]), tokens, marks)
+            yield from make(heads, row, room, tuple(planes[first : first + many]), tokens, marks)
 
 
 class KvPool:
@@ -273,30 +276,20 @@ def _token_rows(
     room: int,
     planes: tuple[int, ...],
     tokens: range,
-    marks: npt.NDArray[np.uint64] | None = None,
+    marks: Marks,
 ) -> Bytes:
-    # For each head there is a word, repeated to the head's size; *marks*, one a token, go between token and head.
-    few = len(tokens) * row <= _SMALL
-    words = (_few_words if few else _words)(heads, row, tokens)
-    if marks is not None:
-        words = words | (marks % np.uint64(1 << _HEAD - _MARK) << np.uint64(_MARK))[:, None, None]
-    every = words | _plane_words(room, planes)
-    return every.view(np.uint8)[:, :, :, : row // len(heads)].reshape(len(planes), len(tokens), row)
+    # In each of *planes* a word for each head, repeated to the head's size; marks go between token and head.
+    numbers = np.arange(tokens.start, tokens.stop, dtype=np.uint64) << np.uint64(_TOKEN)
+    for first, end, mark in marks:
+        numbers[first - tokens.start : end - tokens.start] |= np.uint64(mark % (1 << _HEAD - _MARK) << _MARK)
+    places = [[_word(room, plane, head) for head in heads] for plane in planes]
+    words = np.array(places, np.uint64)[:, None, :, None] | numbers[:, None, None]
+    every = np.broadcast_to(words, (*words.shape[:3], -(-(row // len(heads)) // 8)))
+    flat = np.ascontiguousarray(every).view(np.uint8)[:, :, :, : row // len(heads)]
+    return flat.reshape(len(planes), len(tokens), row)
 
 
-@lru_cache(maxsize=1024)
-def _plane_words(room: int, planes: tuple[int, ...]) -> npt.NDArray[np.uint64]:
-    return np.array([_word(room, plane, 0) for plane in planes], np.uint64)[:, None, None, None]
-
-
-def _words(heads: range | tuple[int, ...], row: int, tokens: range) -> npt.NDArray[np.uint64]:
-    ours = np.array([_word(0, 0, head) for head in heads], np.uint64)[None, :, None]
-    numbers = np.arange(tokens.start, tokens.stop, dtype=np.uint64)[:, None, None] << np.uint64(_TOKEN)
-    repeated = np.broadcast_to(ours | numbers, (len(tokens), len(heads), -(-(row // len(heads)) // 8)))
-    return np.ascontiguousarray(repeated)
-
-
-_few_words = lru_cache(maxsize=1024)(_words)
+_few_rows = lru_cache(maxsize=1024)(_token_rows)
 
 
 def _slot(tensor: Tensor, tp: int, tp_rank: int, names: tuple[int, int, int]) -> Bytes:

@@ -38,6 +38,9 @@ their ids, top log-probabilities and their ids, top-k p, top-k ids, hidden state
 
 AUX_BYTES = sum(AUX_ROWS)
 
+AUX_SIZES = np.array(AUX_ROWS, np.int64)
+_AUX_STARTS = np.cumsum(AUX_SIZES) - AUX_SIZES
+
 
 # --- what a model keeps --------------------------------------------------------------------------------------------
 
@@ -94,7 +97,7 @@ class StateShape:
         if self.index_bytes < 0:
             raise ValueError(f"index_bytes must be >= 0, got {self.index_bytes}")
 
-    @property
+    @cached_property
     def components(self) -> tuple[str, ...]:
         """Those of `COMPONENTS` that there are."""
         have = self.mamba, self.window, self.index_bytes
@@ -218,7 +221,7 @@ class PageTable:
         """Where each plane starts."""
         return self.start + np.arange(len(self.planes), dtype=np.int64) * (self.rows * self.item)
 
-    @property
+    @cached_property
     def end(self) -> int:
         """The byte after the last."""
         return self.start + len(self.planes) * self.rows * self.item
@@ -269,7 +272,7 @@ class KvLayout:
         """Bytes of a page in a plane."""
         return self.row * self.page_size
 
-    @property
+    @cached_property
     def kv_bytes(self) -> int:
         """Bytes of all planes of keys and values; the metadata starts there."""
         return self.tables[0].end
@@ -308,8 +311,7 @@ class KvLayout:
 
     def aux_offsets(self, slot: int) -> npt.NDArray[np.int64]:
         """Return where the row of *slot* starts in each metadata buffer: int64, one for each of `AUX_ROWS`."""
-        rows = np.array(AUX_ROWS, np.int64)
-        return self.kv_bytes + (np.cumsum(rows) - rows) * self.slots + slot * rows
+        return self.kv_bytes + _AUX_STARTS * self.slots + slot * AUX_SIZES
 
 
 class HostMetadata:

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from pdsim.core.errors import InvalidBatch, MessageError
-from pdsim.kv.layout import AUX_ROWS, REGION, STAGING, WHOLE, HeadSlice, KvLayout, PageTable, RankShare
+from pdsim.kv.layout import AUX_ROWS, AUX_SIZES, REGION, STAGING, WHOLE, HeadSlice, KvLayout, PageTable, RankShare
 from pdsim.kv.messages import Arrival, Chunk, RegisterPool
 from pdsim.kv.pages import ManyRuns, Pages, Runs, cut, pair
 from pdsim.kv.policy import Policy
@@ -35,8 +35,6 @@ PATHS = ("grouped", "sliced", "staged", "metadata")
 """
 
 Offsets = tuple[Int64s, Int64s, Int64s]  # source, target, size
-
-_AUX_SIZES = np.array(AUX_ROWS, np.int64)
 
 
 # --- what is written -----------------------------------------------------------------------------------------------
@@ -150,7 +148,7 @@ class Planner:
         parts = [section.offsets(runs) for section in self._kv] if runs else []
         if slots is not None and self._aux:
             source, target = self._layouts
-            parts.append((source.aux_offsets(slots[0]), target.aux_offsets(slots[1]), _AUX_SIZES))
+            parts.append((source.aux_offsets(slots[0]), target.aux_offsets(slots[1]), AUX_SIZES))
         if state:
             for sections, rows in zip(self._state, state, strict=True):
                 parts += [section.offsets(rows) for section in sections]

@@ -12,10 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-from pdsim.kv.contents import Contents
+from pdsim.kv.contents import Contents, Marks
 from pdsim.kv.messages import Submit
 from pdsim.kv.pages import Pages, after
 from pdsim.serving.prefill import PrefillWorker
@@ -300,13 +297,10 @@ class ComputedChecker:
             for key, page in pages:
                 self._kept[member.index, key] = member.mover.contents.page_bytes(page)
 
-    def _marks(self, room: int, tokens: range) -> npt.NDArray[np.uint64]:
-        marks = np.zeros(len(tokens), np.uint64)
-        for span in self._spans.get(room, ()):
-            low, high = max(span.start, tokens.start) - tokens.start, min(span.end, tokens.stop) - tokens.start
-            if low < high:
-                marks[low:high] = span.chunk + 1
-        return marks
+    def _marks(self, room: int, tokens: range) -> Marks:
+        spans = self._spans.get(room, ())
+        inside = [(max(one.start, tokens.start), min(one.end, tokens.stop), one.chunk + 1) for one in spans]
+        return tuple([one for one in inside if one[0] < one[1]])
 
 
 def window_differs(contents: Contents, room: int, state: tuple[Pages, ...], tokens: int) -> str:

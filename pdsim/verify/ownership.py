@@ -6,15 +6,14 @@ incarnation is asked whose they are; also one that is gone: what it owned at its
 of its incarnation has ended.
 """
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
-import numpy as np
-
-from pdsim.kv.layout import AUX_ROWS, REGION, STAGING, KvLayout, PageTable
+from pdsim.kv.layout import AUX_BYTES, AUX_ROWS, REGION, STAGING, KvLayout, PageTable
 from pdsim.kv.pages import Pages, PrefixPagePool
 from pdsim.kv.pull import KvReader
 from pdsim.kv.push import KvSender
@@ -24,8 +23,11 @@ from pdsim.serving.router import Router
 from pdsim.transfer import Batch
 from pdsim.verify.computed import ComputedChecker
 
-_AUX_ENDS = np.cumsum(np.array(AUX_ROWS, np.int64))
+_AUX_ENDS = tuple(accumulate(AUX_ROWS))
 """Of the metadata buffers, for each slot that they have."""
+
+Pieces = list[tuple[int, int]]
+"""Offsets and sizes."""
 
 
 class OwnershipChecker:
@@ -133,10 +135,11 @@ class OwnershipChecker:
             self._report("I14", f"{came} bytes of pages of room {room} have come to {rank}, it has {most}")
 
     def _count(self, rank: str, room: int, batch: Batch) -> None:
+        pieces = list(zip(batch.target_offset.tolist(), batch.size.tolist(), strict=True))
         for table in self._members[rank].mover.layout.tables:
             if table.component in ("kv", "index"):
-                inside = (batch.target_offset >= table.start) & (batch.target_offset < table.end)
-                self._came[rank, room] += int(batch.size[inside].sum())
+                start, end = table.start, table.end
+                self._came[rank, room] += sum(size for offset, size in pieces if start <= offset < end)
 
     def _watched(self, gather: Callable[[Any, Batch], Any]) -> Callable[[Any, Batch], Any]:
         # The batch itself is kept beside its identity, so that no other gets that identity meanwhile.
@@ -157,21 +160,13 @@ class OwnershipChecker:
         if leader is None:
             self._report("I3", f"room {room} {verb} {rank}, which is in no incarnation of its instance")
             return
+        pieces = list(zip(offsets.tolist(), sizes.tolist(), strict=True))  # few: lists take less time than arrays
+        rows = [_rows(table, pieces) for table in layout.tables]
         if isinstance(leader.worker, PrefillWorker):
-            self._check_computed(verb, leader, layout, room, rank, offsets, sizes)
-        if not offsets.size:
-            return
-        low, high = offsets.min(), offsets.max()
-        for table in layout.tables:
-            if high < table.start or low >= table.end:
+            self._check_computed(verb, leader, layout, room, rank, pieces, rows[0])
+        for table, touched in zip(layout.tables, rows, strict=True):
+            if not touched:
                 continue
-            if low >= table.start and high < table.end:
-                touched = _rows(table, offsets, sizes)
-            else:
-                inside = (offsets >= table.start) & (offsets < table.end)
-                if not inside.any():
-                    continue
-                touched = _rows(table, offsets[inside], sizes[inside])
             pool = _pool(leader, table)
             foreign = touched - _numbers(pool.get(room, ()))
             if verb == "landed on" and isinstance(leader.scheduler.pages.pool, PrefixPagePool):
@@ -183,10 +178,10 @@ class OwnershipChecker:
                 owner = next((f"room {owner}'s" for owner in owners), "nobody's")
                 text = f"room {room} {verb} {table.component} row {min(foreign)} of {rank}, which is {owner}"
                 self._report("I3", text)
-        self._check_aux(verb, leader, layout, room, rank, offsets)
+        self._check_aux(verb, leader, layout, room, rank, pieces)
 
     def _check_computed(
-        self, verb: str, leader: Any, layout: KvLayout, room: int, rank: str, offsets: Any, sizes: Any
+        self, verb: str, leader: Any, layout: KvLayout, room: int, rank: str, pieces: Pieces, rows: set[int]
     ) -> None:
         # Of keys and values, these are the tokens up to the last page that is read; of state and metadata, all of
         # the room's.
@@ -194,26 +189,20 @@ class OwnershipChecker:
         if request is None:
             return  # over: whose pages these are says I3
         tokens, kv, share = request.request.input, layout.tables[0], 1.0
-        inside = (offsets >= kv.start) & (offsets < kv.end)
-        if inside.all():
-            rows = _rows(kv, offsets, sizes)
-            places = [
-                place
-                for place, row in enumerate(_numbered(leader.scheduler.pages.pool.owners.get(room, ())))
-                if row in rows
-            ]
-            tokens = min(tokens, (max(places, default=-1) + 1) * layout.page_size)
-            plane, each = int((offsets.max() - kv.start) // (kv.rows * kv.item)), layout.shape.tensors
+        if all(kv.start <= offset < kv.end for offset, _ in pieces):
+            numbered = _numbered(leader.scheduler.pages.pool.owners.get(room, ()))
+            last = max((place for place, row in enumerate(numbered) if row in rows), default=-1)
+            tokens = min(tokens, (last + 1) * layout.page_size)
+            plane, each = (max(pieces)[0] - kv.start) // (kv.rows * kv.item), layout.shape.tensors
             share = (plane // each + 1) * each / len(kv.planes)
         self._computed.check(verb, rank, room, tokens, leader.scheduler.hits.get(room, 0), share)
 
-    def _check_aux(self, verb: str, leader: Any, layout: KvLayout, room: int, rank: str, offsets: Any) -> None:
-        inside = offsets[(offsets >= layout.kv_bytes) & (offsets < layout.kv_bytes + _AUX_ENDS[-1] * layout.slots)]
+    def _check_aux(self, verb: str, leader: Any, layout: KvLayout, room: int, rank: str, pieces: Pieces) -> None:
+        slots = _slots(layout, pieces)
         handoff, owned = leader.scheduler.handoff, set()  # nothing where no metadata moves
-        if isinstance(handoff, PushPrefillLeader | PushDecodeLeader):
+        if slots and isinstance(handoff, PushPrefillLeader | PushDecodeLeader):
             owned = {handoff.slots.owners.get(room)}
-        foreign = _slots(layout, inside) - owned if inside.size else set()
-        if foreign:
+        if foreign := slots - owned:
             self._report("I6", f"room {room} {verb} metadata slot {min(foreign)} of {rank}, which is not its own")
 
     def _check_slot(self, batch: Batch, label: str) -> None:
@@ -247,20 +236,24 @@ def _room(label: str) -> int:
     return int(label.partition("/")[0])
 
 
-def _rows(table: PageTable, offsets: Any, sizes: Any) -> set[int]:
-    plane = table.rows * table.item
-    first = (offsets - table.start) % plane // table.item
-    last = (offsets - table.start + sizes - 1) % plane // table.item
-    if (first == last).all():
-        return set(first.tolist())
-    return {row for low, high in zip(first.tolist(), last.tolist(), strict=True) for row in range(low, high + 1)}
+def _rows(table: PageTable, pieces: Pieces) -> set[int]:
+    start, end, item, rows = table.start, table.end, table.item, table.rows
+    inside = [(offset - start, size) for offset, size in pieces if start <= offset < end]
+    first = [offset // item for offset, _ in inside]
+    last = [(offset + size - 1) // item for offset, size in inside]
+    if first == last:
+        return {row % rows for row in first}
+    return {row % rows for low, high in zip(first, last, strict=True) for row in range(low, high + 1)}
 
 
-def _slots(layout: KvLayout, offsets: Any) -> set[int]:
-    inside = offsets - layout.kv_bytes
-    buffer = np.searchsorted(_AUX_ENDS * layout.slots, inside, side="right")
-    sizes = np.array(AUX_ROWS, np.int64)[buffer]
-    return set(((inside - (_AUX_ENDS[buffer] - sizes) * layout.slots) // sizes).tolist())
+def _slots(layout: KvLayout, pieces: Pieces) -> set[int]:
+    start, slots = layout.kv_bytes, layout.slots
+    inside = [offset - start for offset, _ in pieces if 0 <= offset - start < AUX_BYTES * slots]
+    buffers = [bisect_right(_AUX_ENDS, offset // slots) for offset in inside]
+    return {
+        (offset - (_AUX_ENDS[buffer] - AUX_ROWS[buffer]) * slots) // AUX_ROWS[buffer]
+        for offset, buffer in zip(inside, buffers, strict=True)
+    }
 
 
 def _pool(leader: Any, table: PageTable) -> dict[int, Any]:

@@ -7,7 +7,7 @@ and has slept all the while, somebody has forgotten to wake it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from math import inf
 from typing import Any
@@ -29,6 +29,7 @@ class WaitChecker:
         self._report = report
         self._members: dict[str, Any] = {}
         self._looked_at: dict[str, Any] = {}  # those that may sleep, or let somebody wait
+        self._landings: dict[str, Any] = {}  # of those, what lands in a staging ring
         self._now = -1.0
         # by rank: what it sleeps on, what it could do, and by when it must be awake
         self._could: dict[str, tuple[Any, str, float]] = {}
@@ -69,11 +70,11 @@ class WaitChecker:
         tiers: Any = getattr(scheduler, "tiers", None)
         if tiers is not None:
             tiers._written = partial(self._written, member, tiers._written)
-        landing = _landing(member)
+        landing: Any = getattr(getattr(member.mover, "receiver", None), "landing", None)
         if landing is not None:
             landing.ask = partial(self._asks, member, landing.ask)
         if scheduler is not None or landing is not None:
-            self._looked_at[member.rank.name] = member
+            self._looked_at[member.rank.name], self._landings[member.rank.name] = member, landing
 
     def entered(self, member: Any, room: Room) -> None:
         """Take note that *room* has come to the scheduler of *member*."""
@@ -105,7 +106,7 @@ class WaitChecker:
             if member.has_ended or member.clock.halted:
                 self._could.pop(name, None)
             elif isinstance(member, Router):
-                self._look_once_more(name, member, next(_chores(member), ""), now)
+                self._look_once_more(name, member, _chore(member), now)
                 for instance, until in member.membership.draining.items():
                     if until < now - _ROUNDING:
                         self._report("I15", f"{instance} still drains, and its time is over")
@@ -113,13 +114,14 @@ class WaitChecker:
                 self._look_at(name, member)
 
     def _look_at(self, name: str, member: Any) -> None:
-        scheduler, landing, now = member.scheduler, _landing(member), self._now
+        scheduler, landing, now = member.scheduler, self._landings[name], self._now
         if scheduler is not None:
-            sleep, until = _sleep(scheduler, now)
-            self._look_once_more(name, sleep, next(_work(scheduler), "") if sleep is not None else "", until)
+            sleep = _sleep(scheduler)
+            could = _work(scheduler) if sleep is not None else ""
+            self._look_once_more(name, sleep, could, _awake(scheduler, now) if could else now)
             quarantined = scheduler.pages.quarantined
             for number, room in scheduler.rooms.items():
-                if (number in quarantined) != (room.state in _GIVEN_UP and room.has_pages):
+                if (room.state in _GIVEN_UP and room.has_pages) != (number in quarantined):
                     self._report("I8", f"room {number} on {name} has failed or is in quarantine, not both")
             engine = member.job.engine
             for number in getattr(scheduler.handoff, "_sources", ()) if engine.lease else ():
@@ -135,7 +137,7 @@ class WaitChecker:
                 self._report("I15", f"a chunk waits for longer than it may for a slot of the ring of {name}: {key}")
 
     def _look_once_more(self, name: str, sleep: Any, could: str, until: float) -> None:
-        before, asleep, end = self._could.pop(name, (None, "", inf))
+        before, asleep, end = self._could.pop(name, _NOTHING)
         if could:
             same = before is sleep and asleep == could
             self._could[name] = sleep, could, min(end, until) if same else until
@@ -162,7 +164,7 @@ class WaitChecker:
         # Its pages are free: whoever lacks pages looks now.
         written(*keys)
         idle = member.scheduler._idle
-        if idle is not None and not idle.triggered and (could := next(_work(member.scheduler), "")):
+        if idle is not None and not idle.triggered and (could := _work(member.scheduler)):
             self._report("I12", f"{member.rank.name} sleeps when pages have been written to a tier, and {could}")
 
     def _paused(self, member: Any, pause: Callable[[float], None], end: float) -> None:
@@ -205,15 +207,20 @@ def _limit(member: Any, room: Room) -> float:
     return job.bootstrap_timeout if room.state == "waiting" else 0.0
 
 
-def _sleep(scheduler: Any, now: float) -> tuple[Any, float]:
-    # What tells this sleep from another, and until when it may last; None if it is awake.
+def _sleep(scheduler: Any) -> Any:
+    # What tells this sleep from another; None if it is awake.
     if isinstance(scheduler, DecodeScheduler):
-        if scheduler._retracting:
-            return None, now
-        return scheduler._due_event or scheduler, scheduler.batch.boundary(now)
+        return None if scheduler._retracting else scheduler._due_event or scheduler
     idle = scheduler._idle
-    return idle if idle is not None and not idle.triggered else None, now
+    return idle if idle is not None and not idle.triggered else None
 
+
+def _awake(scheduler: Any, now: float) -> float:
+    # By when it must be so.
+    return scheduler.batch.boundary(now) if isinstance(scheduler, DecodeScheduler) else now
+
+
+_NOTHING = None, "", inf
 
 _GIVEN_UP = "failed", "revoked"
 """States of rooms that have failed."""
@@ -223,70 +230,71 @@ def _is_given_up(room: Any) -> bool:
     return room.state in _GIVEN_UP
 
 
-def _landing(member: Any) -> Any:
-    return getattr(getattr(member.mover, "receiver", None), "landing", None)
-
-
-def _chores(router: Any) -> Iterator[str]:
+def _chore(router: Any) -> str:
     # What it has not done.
-    registry, draining = router.registry, router.membership.draining
-    busy = {name for each in router._rooms.values() for name in (each.prefill, each.decode)} if draining else set()
-    for instance in draining:
-        if registry.current(instance) not in busy:
-            yield f"{instance} drains, has no requests, and does not leave"
-    alive = {registry.current(instance) for instance, known in registry._instances.items() if known.formed}
-    for number, request in router._rooms.items():
+    registry, draining, requests = router.registry, router.membership.draining, router._rooms
+    if draining:
+        busy = {name for each in requests.values() for name in (each.prefill, each.decode)}
+        for instance in draining:
+            if registry.current(instance) not in busy:
+                return f"{instance} drains, has no requests, and does not leave"
+    for number, request in requests.items():
         if request.finished is not None and (request.prefilled or request.lost):
-            yield f"room {number} is over, and not closed"
-        needed = (request.prefill, request.decode)[request.prefilled :]
+            return f"room {number} is over, and not closed"
+        needed = (request.decode,) if request.prefilled else (request.prefill, request.decode)
         if request.lost:
             needed = tuple(name for name in (request.prefill, request.decode) if leader(name) == request.asked)
-        for name in [name for name in needed if name and name not in alive]:
-            yield f"room {number} waits for {name}, which is over"
+        for name in needed:
+            if name and not registry.alive(name):
+                return f"room {number} waits for {name}, which is over"
+    return ""
 
 
-def _work(scheduler: Any) -> Iterator[str]:
+def _work(scheduler: Any) -> str:
     # What it could do if it were awake, as far as that is certain.
-    pool, state, handoff = scheduler.pages.pool, scheduler.pages.state, scheduler.handoff
-
+    handoff = scheduler.handoff
     waiting: Any
-    room: Any
-    others = sum(room.has_pages and not _is_given_up(room) for room in scheduler.rooms.values())
-
-    def fits(request: Any, output: int, reach: int) -> bool:
-        pages = pool.rounded(scheduler.job.page_count(request.input + output))
-        slots, window = state.slots, state.window
-        rows = slots is None or slots.free > 0
-        rows = rows and (window is None or window.free >= state.need(request.input, reach))
-        return bool(pages <= pool.free and rows and handoff.has_slot())
-
     if isinstance(scheduler, DecodeScheduler):
         preemption = scheduler.preemption
         for room in (*scheduler.complete, *scheduler._late):
-            yield f"room {room.request.room} has arrived"
+            return f"room {room.request.room} has arrived"
         if scheduler._left:
-            yield "a user has left"
+            return "a user has left"
         if scheduler._waiting and preemption.has_place:
-            yield f"room {scheduler._waiting[0].request.room} could join"
-        if preemption.waiting:
-            room = preemption.waiting[0]
-            if preemption.has_place and preemption.memory.admits(room.context, len(scheduler.rooms)):
-                yield f"room {room.request.room} could go on"
-        elif scheduler._queue:
-            request = scheduler._queue[scheduler.policy.admit(scheduler._queue)]
-            grown = preemption.memory.admits(request.input, len(scheduler.rooms))
-            if grown and fits(request, scheduler.pages.output(request), request.input + request.output):
-                yield f"room {request.room} could have pages"
+            return f"room {scheduler._waiting[0].request.room} could join"
         waiting = preemption.waiting or scheduler._queue
-        others += sum(room.released for room in scheduler.rooms.values())  # their pages come back at once
+        if preemption.waiting:
+            recomputed = preemption.waiting[0]
+            if preemption.has_place and preemption.memory.admits(recomputed.context, len(scheduler.rooms)):
+                return f"room {recomputed.request.room} could go on"
+        elif waiting:
+            request = waiting[scheduler.policy.admit(waiting)]
+            if preemption.memory.admits(request.input, len(scheduler.rooms)):
+                reach = request.input + request.output
+                if _fits(scheduler, request, scheduler.pages.output(request), reach):
+                    return f"room {request.room} could have pages"
     else:
         waiting = scheduler._queue
-        if waiting:
-            chosen = scheduler.policy.prefill(waiting, scheduler.job.chunk)
-            room = None if chosen is None else waiting[chosen[0]]
-            if room is not None and (room.has_pages or fits(room.request, 0, room.request.input)):
-                yield f"room {room.request.room} could be computed"
+        chosen = scheduler.policy.prefill(waiting, scheduler.job.chunk) if waiting else None
+        first: Any = None if chosen is None else waiting[chosen[0]]
+        if first is not None and (first.has_pages or _fits(scheduler, first.request, 0, first.request.input)):
+            return f"room {first.request.room} could be computed"
         if getattr(handoff, "_moved", ()):
-            yield "decode has not heard of what it has read"
-    if waiting and not others and not scheduler.blocked.waiting:
-        yield "nothing will give pages back to the first that waits"
+            return "decode has not heard of what it has read"
+    if not waiting or scheduler.blocked.waiting:
+        return ""
+    for each in scheduler.rooms.values():  # of decode's, the pages of those that are released come back at once
+        if (each.has_pages and not _is_given_up(each)) or getattr(each, "released", False):
+            return ""
+    return "nothing will give pages back to the first that waits"
+
+
+def _fits(scheduler: Any, request: Any, output: int, reach: int) -> bool:
+    pool, state = scheduler.pages.pool, scheduler.pages.state
+    if pool.rounded(scheduler.job.page_count(request.input + output)) > pool.free:
+        return False
+    if state.slots is not None and not state.slots.free:
+        return False
+    if state.window is not None and state.window.free < state.need(request.input, reach):
+        return False
+    return bool(scheduler.handoff.has_slot())
