@@ -20,6 +20,7 @@ from pdsim.core.errors import ConfigError, RunWarning
 from pdsim.core.progress import ShowProgress
 from pdsim.core.units import format_time
 from pdsim.results import schema, terminal
+from pdsim.results.accuracy import of_transfers
 from pdsim.results.evidence import extrapolations, host_note
 from pdsim.results.record import Result
 from pdsim.results.store import JOURNALS, Run, entries
@@ -105,6 +106,7 @@ def run(
                     *warned,
                     *extrapolations(config, result.transfers),
                     *host_note(config, result.transfers),
+                    *of_transfers(config, () if result.requests else result.transfers),
                 ]
                 result = replace(result, notes=[*result.notes, *own_notes])
             return result, kept.finish(result)

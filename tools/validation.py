@@ -16,9 +16,10 @@ from typing import Any
 
 from experiments.validate import ValidateOptions, bounds
 from pdsim.results import drawing
+from pdsim.results.accuracy import WHOLE, cause
 from pdsim.results.drawing import Figure, Marks, Panel, Scale
 from pdsim.validation.agreement import agreement
-from pdsim.validation.intervals import WHOLE, blind_error, cause
+from pdsim.validation.intervals import blind_error
 from pdsim.validation.sealed import EXPECTED, MEASURED, predictions, read
 from pdsim.validation.verdicts import Class, Compared, Value, by_class, compare
 from tools import live_data

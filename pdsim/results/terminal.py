@@ -399,6 +399,7 @@ def brief_lines(run: Mapping[str, Any], folder: Path, *, page: bool = False) -> 
         yield from _bound(run, metrics, {} if config.get("workload.tenants") else config, shares, most)
     elif not page:
         yield from _measured(run)
+        yield from (note for note in run["notes"] if note.startswith("95 % interval: "))
     failures = run["failures"]
     yield from (f"failed: {failure}" for failure in failures[:3])
     if len(failures) > 3:

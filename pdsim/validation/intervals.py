@@ -16,26 +16,8 @@ from pdsim.calibration.definition import Calibration, on_host, widening
 from pdsim.config import Config
 from pdsim.core.units import parse_rate, parse_time
 from pdsim.hardware.costs import Ramp
+from pdsim.results.accuracy import BLIND, WHOLE, cause
 from pdsim.validation.verdicts import Value
-
-BLIND = {
-    "pair": 0.179,
-    "pair, read": 0.19,
-    "bidirectional": 0.513,
-    "handoff": 0.593,
-    "metadata": 0.393,
-    "serve": 0.089,
-}
-"""What 95 of 100 measurements of sealed validations deviate from their predictions, relative, by cause."""
-
-WHOLE = ("handoff", "metadata", "serve")
-"""Causes of many transfers: their blind error alone holds 95 %, and the parameters' ends would double the width."""
-
-
-def cause(group: str) -> str:
-    """Return which of `BLIND` the deviations of class *group* have; where several transfers share, those of two."""
-    name = group if group in BLIND else group.partition(",")[0]
-    return name if name in BLIND else "bidirectional"
 
 
 def blind_error(deviations: Iterable[float]) -> float:

@@ -2,11 +2,12 @@
 """Which measured servers the interval of a run is from, and how it is said."""
 
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 
 from pdsim.config.compose import compose
-from pdsim.results.accuracy import SERVERS, line, of_servers
+from pdsim.results.accuracy import SERVERS, line, of_servers, of_transfers
 
 COLOCATED = "experiment.deployment=colocated"
 
@@ -37,3 +38,21 @@ def test_an_interval_is_a_factor_both_ways():
     assert text.startswith("95 % interval: TTFT p50 60.6 to 165 ms, TPOT p50 8 to 12.5 ms, by 158 loads of ")
     assert "not known" in line(about, metrics, between=True)
     assert line(about, metrics | {"share_transfer": 0.05}, between=True) == text
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            "hw=8xh200 backend=nvlink",
+            "writes of a pair 18 %, reads 19 %, several at once 51 %, handoffs 59 %, as sealed",
+        ),
+        ("hw=8xh20", "not known, no transfers of mooncake_nvlink on H20 were"),
+        ("hw=2x8xh200", "not known, no transfers of mooncake between nodes were"),
+    ],
+)
+def test_transfers_say_what_sealed_predictions_were_off(words, text):
+    config = compose(["experiment=transfer", *words.split()])
+    (one,) = of_transfers(config, [SimpleNamespace(operation="write")])
+    assert one.startswith(f"95 % interval: {text} ")
+    assert of_transfers(config, [SimpleNamespace(operation="all_gather")]) == []
