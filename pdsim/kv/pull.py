@@ -158,7 +158,7 @@ class KvReader:
             own = state if source.components != ("kv",) else ()
             if here or own:
                 self._post(room, source, source.planner.between(there, here, own))
-        if not room.missing and not room.failed:
+        if not room.missing:
             self._complete(room)
 
     def notice(self, notification: Notification) -> None:

@@ -324,7 +324,7 @@ class KvSender:
             planned = self._plan(state, chunk, begun + seconds, seconds > 0)
             for write in planned:  # all of them are counted before the first is posted
                 state.unfinished += write.count
-            if not planned and not state.unfinished:
+            if not state.unfinished:
                 self._conclude(state)
             writes += planned
         if seconds:
@@ -334,7 +334,7 @@ class KvSender:
             return
         for write in writes:
             state = write.room
-            if state.asks and write.rows and state.asks.get(write.key, -1) is None:
+            if write.rows and state.asks.get(write.key, -1) is None:
                 state.parked[write.key] = write
             else:
                 self._put(write)
@@ -477,7 +477,7 @@ class KvSender:
         if write.path == "control":
             self._control(write)
             return None
-        position = state.asks.get(write.key) if state.asks and write.rows else None
+        position = state.asks.get(write.key) if write.rows else None
         if position is not None and position >= 0:
             return self._stage(write, queue, position)
         return self._write(write, write[0], write.path)

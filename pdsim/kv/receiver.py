@@ -343,9 +343,9 @@ class StagingReceiver:
         With ``scatter="chunk"`` it waits for the blocks of the other writers that have a slot for this chunk.
         """
         key = arrival.room, arrival.writer, arrival.chunk
-        question = self._questions.get(key)
-        if question is None or key not in self.ring.slots:
+        if key not in self.ring.slots:
             return
+        question = self._questions[key]
         if question.forgotten:
             self._drop(key)
             self._advance()
