@@ -167,7 +167,10 @@ class NixlEndpoint(RealEndpoint):
                 agent = api.nixl_agent(f"{self.rank}/{self.control.card.token.hex()}", config)
                 agent.create_backend("UCX", settings)
         except Exception as error:
-            raise BackendUnavailable(f"backend {self.settings.name!r}: NIXL did not start: {error}") from error
+            raise BackendUnavailable(
+                f"backend {self.settings.name!r}: NIXL did not start: {error}; unless UCX names another cause, no "
+                "port is free: end what holds them, or widen net.ipv4.ip_local_port_range"
+            ) from error
         return agent, log()
 
     def stop_engine(self, idle: bool) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -104,6 +105,8 @@ def test_when_all_goes_well(any_engine):
 ROOT = Path(__file__).resolve().parents[2]
 NAMESPACES = ["unshare", "--net", "--mount", "sh", "-c"]
 NO_PORT = "echo 32768 32769 > /proc/sys/net/ipv4/ip_local_port_range"
+FEW_PORTS = NO_PORT.replace("32769", "32772")  # for channels, but not for all of an engine
+WIDEN = "end what holds them, or widen net.ipv4.ip_local_port_range"
 FULL = "mount -t tmpfs -o size=16k tmpfs /dev/shm && head -c 16384 /dev/zero > /dev/shm/full"
 SERVING = [sys.executable, "-m", "pdsim", "run", "target=real", "hw=loopback", "workload=smoke", "workload.count=3"]
 ENGINES = MARKED[:2]
@@ -131,7 +134,9 @@ def test_a_full_shared_memory_changes_nothing(engine, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
-    ("before", "way_out"), [(NO_PORT, "no port is free"), ("ulimit -n 24", "ulimit -n 256")], ids=["ports", "files"]
+    ("before", "way_out"),
+    [(NO_PORT, WIDEN), (FEW_PORTS, WIDEN), ("ulimit -n 24", "ulimit -n 256")],
+    ids=["ports", "some ports", "files"],
 )
 def test_what_has_run_out_ends_the_run_in_one_line(engine, before, way_out, tmp_path):
     done = run(engine, tmp_path, before)
@@ -140,6 +145,45 @@ def test_what_has_run_out_ends_the_run_in_one_line(engine, before, way_out, tmp_
     assert len(lines) == 1
     assert way_out in lines[0]
     assert "Traceback" not in done.stderr
+
+
+STEPS = """
+#define _GNU_SOURCE
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+int clock_gettime(clockid_t clock, struct timespec *t) {  // a day ahead and back, each half second
+    struct timespec now;
+    syscall(SYS_clock_gettime, CLOCK_MONOTONIC, &now);
+    int failed = syscall(SYS_clock_gettime, clock, t);
+    if (clock == CLOCK_REALTIME && now.tv_nsec < 500000000) t->tv_sec += 86400;
+    return failed;
+}
+int gettimeofday(struct timeval *t, void *zone) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    return t->tv_sec = now.tv_sec, t->tv_usec = now.tv_nsec / 1000, 0;
+}
+time_t time(time_t *t) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    return t ? *t = now.tv_sec : now.tv_sec;
+}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_clock_that_is_set_changes_nothing(engine, tmp_path):
+    """Of the libraries too, which take the time from the C library."""
+    (tmp_path / "steps.c").write_text(STEPS, "utf-8")
+    command = ["cc", "-shared", "-fPIC", "-o", tmp_path / "steps.so", tmp_path / "steps.c"]
+    subprocess.run(command, check=True, capture_output=True)
+    done = run(engine, tmp_path, f"export LD_PRELOAD={tmp_path}/steps.so")
+    assert "LD_PRELOAD" not in done.stderr  # or it was not loaded
+    assert done.returncode == 0, done.stderr[-1000:]
 
 
 def test_no_deadline_is_of_a_clock_that_can_be_set():
