@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
 from math import inf, isclose
 from typing import NamedTuple
 
@@ -314,6 +314,9 @@ class Causes:
             for past, following in pairwise(sent):
                 if following.tries and following.tries[0][0] < past.ended + job.asks_after:
                     yield f"request {number} failed at {past.ended:g} s and is sent again at {following.began:g} s"
+        for past, (start, end) in product(self._histories, self._scenario.outages):
+            if any(start <= at < end for at, *_ in past.tries) or past.began < start < past.ended:
+                yield f"request {past.number} is served while the router is out, from {start:g} to {end:g} s"
         for past in self._histories:
             number, own = past.number, [room for _, room, *_ in past.tries]
             if any(rooms[room] > 1 for room in own) or len(own) > job.retries + 1:

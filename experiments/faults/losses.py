@@ -149,7 +149,8 @@ def stale(
         kill[name] = 10.0 ** (-5.0 + 2 * when) + (first if early < 0.7 else 0.0)
         began = kill[name] + 10.0 ** (-2.0 + 2 * again)
         others = [other for other in ranks if instance_of(other) == instance_of(name)]
-        restart |= dict.fromkeys(others, began + 1.5 * DEADLINE) | {name: began}
+        # its leader hears a follower's words if all start at once
+        restart |= dict.fromkeys(others, began + 1.5 * DEADLINE * (again < 0.5)) | {name: began}
     for rank in ranks:
         before, after = (10.0 ** random.uniform((-4.0, -5.5), (-2.0, 0.0))).tolist()
         if rank in kill and kill[rank] < restart.get(rank, 0.0):

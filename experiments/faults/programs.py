@@ -159,15 +159,29 @@ def _held(job: Deployment, request: Submit) -> int:
 
 
 def misspeaking(rank: Rank, *, program: str, at: float, to: str, word: int, **arguments: Any) -> Program:
-    """Run *program*, and send *to* a rank one of some words *at* a time, if it runs then.
+    """Run *program*, and send *to* a rank one of some words *at* a time, or attach one to a write, if it runs then.
 
     It refuses this rank: it cannot read the word, or that is not for it, or of a rank unlike its own.
     """
     module, _, name = program.partition(":")
-    if rank.clock.now < at:
+    if rank.clock.now < at and word % 4:
         words = _words(Deployment.from_plain(arguments["job"]), arguments["instance"], arguments["index"], to)
         rank.clock.call_at(at, lambda _: rank.channel.send(to, words[word % len(words)]), None)
+    elif rank.clock.now < at:
+        rank.clock.call_at(at, _attach, rank.endpoint)
     return (yield from getattr(import_module(module), name)(rank, **arguments))
+
+
+def _attach(endpoint: Any) -> None:
+    # To the next write that has a notification: another message than is attached to writes.
+    write = endpoint.write
+
+    def attaching(peer: Any, batch: Any, notify: bytes = b"", **how: Any) -> Any:
+        if notify:
+            endpoint.write, notify = write, encode(Stop())
+        return write(peer, batch, notify, **how)
+
+    endpoint.write = attaching
 
 
 def _words(job: Deployment, instance: str, index: int, to: str) -> list[bytes]:

@@ -36,6 +36,7 @@ from experiments.faults.settings import (
     in_blocks,
     late_programs,
     on_two_nodes,
+    slow_stores,
     small_ring,
     tiered,
     used,
@@ -118,7 +119,7 @@ KINDS = {
 New kinds are appended: each is drawn in this order, so that the kinds of earlier seeds stay as they were."""
 
 RARE = {"router": 0.15, "silences": 0.5, "pauses": 0.5, "shares": 0.3, "tiers": 0.4, "halves": 0.4}
-RARE |= {"notices": 0.5, "runs": 0.1, "layerwise": 0.4, "moments": 1.2, "users": 0.5, "wakes": 0.3, "blocks": 0.2}
+RARE |= {"notices": 0.5, "runs": 0.15, "layerwise": 0.4, "moments": 1.2, "users": 0.5, "wakes": 0.3, "blocks": 0.2}
 """By how much less likely than the others these are: little can be checked after the loss of the router."""
 
 _EXCLUDED = {
@@ -383,6 +384,7 @@ def draw(
             job = replace(job, cache=replace(job.cache, decode=False))
         if "tiers" in kinds:
             job, requests = tiered(job, requests, random("tiers"))
+            machine = replace(machine, host=slow_stores(machine.host, random("tiers.stores")))
     if "scatter" in kinds:
         prefill_pages, decode_pages = _pools(job, random("scatter"), 1.5)
         job = replace(job, prefill_pages=prefill_pages, decode_pages=decode_pages)
@@ -402,6 +404,8 @@ def draw(
     cancels = _cancels(random("aborts"), count) if "aborts" in kinds else {}
     if "stages" in kinds:
         cancels |= _cancels(random("stages.aborts"), count, 0.7, -2.0)
+    if {"runs", "aborts"} <= {*kinds}:  # in the middle of a prompt
+        cancels |= _cancels(random("runs.aborts"), count, 0.6, -2.0)
     if {"layerwise", "aborts"} <= {*kinds}:  # one of those that a forward computes together
         cancels |= _cancels(random("layerwise.aborts"), count, 0.3, -3.0)
     if "crowds" in kinds:
@@ -428,16 +432,11 @@ def draw(
         "held" in kinds and job.engine.handoff == "push" and not job.cache.decode
     ):  # what a reader holds has no contents to compare
         specs = [_holding(spec) for spec in specs]
-    late_rings = {"rings", "stages"} & {*kinds}
     buffers = job.handoff.queues * job.staging.buffer if job.staging else 0  # which it has before a gather's pool
     full = FULL * (LARGE if "blocks" in kinds else 1)
     if gathers and config.collective is not None and config.collective.pool == full:
         last = list(job.ranks(job.prefills[0]))[-1]  # of its group
         specs = [_short(spec, full * 7 // 8 + buffers) if spec.name == last else spec for spec in specs]
-    elif buffers and late_rings and random("buffers").random() < 0.4:
-        # none for another buffer, while one is written from
-        last = list(job.ranks(job.prefills[0]))[-1]
-        specs = [_short(spec, buffers + buffers // 8) if spec.name == last else spec for spec in specs]
     if "policies" in kinds and job.handoff.metadata_fallback and random("rows").random() < 0.5:
         specs = [_other_rows(spec) for spec in specs]
     if "nodes" in kinds:

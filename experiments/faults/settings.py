@@ -329,6 +329,11 @@ def tiered(
     )
     if random.random() < 0.4 and not cache.early and not job.layerwise:
         cache = replace(cache, overlap=True)
+    objects, few, more = random.random(3).tolist()
+    if objects < 0.4:  # a prompt's last pages stay here alone
+        cache = replace(cache, chunk=(2 + int(5 * objects)) * job.page_size)
+    if few < 0.5:  # pages are taken while others of the same prompt are written
+        job = replace(job, prefill_pages=int(job.page_count(LONGEST[0]) * (1.0 + more)))
     alike = list(requests)
     for number, request in enumerate(requests if fours < 0.5 else ()):
         first = requests[number - number % 4]
@@ -434,6 +439,12 @@ def used(
         retries=max(job.retries, 1),
     )
     return job, changed
+
+
+def slow_stores(host: Host, random: np.random.Generator) -> Host:
+    """Return *host* whose SSD and remote store take as long as a request waits for decode, or longer."""
+    first, second = (10.0 ** random.uniform(-4.0, -1.5, 2)).tolist()
+    return replace(host, ssd=replace(host.ssd, latency=first), store=replace(host.store, latency=second))
 
 
 def late_programs(host: Host, random: np.random.Generator) -> Host:

@@ -124,6 +124,9 @@ class BoundsChecker:
             state: Any = part._rooms.get(number)
             if state is not None and (state.failed if isinstance(part, KvReader) else state.status is Status.FAILED):
                 self._report("I13", f"room {number} failed on {owner}, which posts a transfer of it after that")
+            queues = part._policy.queues if isinstance(part, KvSender) else 0
+            if queues and part._under_way > queues:  # each begins a write when the one before is over
+                self._report("I15", f"{owner} has {part._under_way} writes under way, from {queues} queues")
             if isinstance(part, KvSender) and part._policy.handover and part._policy.queues:
                 self._check_handover(owner, part, self._members[owner].clock.now)
 

@@ -70,11 +70,28 @@ class WaitChecker:
         tiers: Any = getattr(scheduler, "tiers", None)
         if tiers is not None:
             tiers._written = partial(self._written, member, tiers._written)
+            tiers.queue = partial(self._fetches, member, tiers, tiers.queue)
         landing: Any = getattr(getattr(member.mover, "receiver", None), "landing", None)
         if landing is not None:
             landing.ask = partial(self._asks, member, landing.ask)
         if scheduler is not None or landing is not None:
             self._looked_at[member.rank.name], self._landings[member.rank.name] = member, landing
+
+    def _fetches(self, member: Any, tiers: Any, queue: Callable[..., None], room: Room, then: Any) -> None:
+        # A prefetch lets its room go on when all is read, at once, or in time, as the policy says.
+        clock, cache = member.clock, member.job.cache
+        began, fetch = tiers._fetches.get(room.request.room, (0.0, None))
+        limit = {"wait_complete": inf, "timeout": began + cache.prefetch_timeout}.get(cache.prefetch, 0.0)
+        until = max(clock.now, limit)
+
+        def goes_on(queued: Room) -> None:
+            early = not fetch.processed and clock.now < limit - _ROUNDING
+            if early or clock.now > self._allowed(member, until) + _ROUNDING:
+                what = f"room {queued.request.room} on {member.rank.name} goes on too {'early' if early else 'late'}"
+                self._report("I15", f"{what} for its prefetch")
+            then(queued)
+
+        queue(room, then if fetch is None else goes_on)
 
     def entered(self, member: Any, room: Room) -> None:
         """Take note that *room* has come to the scheduler of *member*."""
