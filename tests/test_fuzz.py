@@ -331,6 +331,10 @@ def test_any_values_are_a_configuration_or_refused():
     act((TREES[0], [(("backend", "policy"), None)]))
     act((TREES[0], [(("engine", "sources"), None)]))
     act((TREES[0], [(("model", "hf_config", "intermediate_size"), None)]))
+    act((TREES[0], [(("model", "hf_config", "intermediate_size"), 10**400)]))
+    act((TREES[0], [(("model", "layers"), 1 << 70)]))  # took all memory: a letter of a pattern each
+    act((TREES[0], [(("model", "layers"), 1 << 40)]))
+    act((TREES[0], [(("parallel", "decode", "tp"), 1e308)]))
     inputs(150, draw, act)
 
 

@@ -387,7 +387,9 @@ def _explained(error: BaseException) -> int:
             return _fail(2, refusal)
     text = " ".join([str(error), *(f"({note})" for note in getattr(error, "__notes__", ()))])
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    denied = isinstance(error, PermissionError)
     hint = "make room, or name a folder elsewhere" if full else "--debug shows where"
+    hint = "change its permissions, or name another" if denied else hint
     more = "" if isinstance(error, PdsimError) else f"; {hint}"
     kind = "" if isinstance(error, BackendUnavailable) else f"{type(error).__name__}: "
     return _fail(1, f"{kind}{' '.join(text.split())}{more}")

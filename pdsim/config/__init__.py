@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The schema: the whole configuration of a run as frozen dataclasses, made of plain mappings, and written again.
 
-`build` types any dataclass, `load` the whole of what was composed, once, and `config_yaml` writes it.  A sweep does
-so thousands of times with a key or two that differ, so parts that have not changed are kept from call to call.  Not
-msgspec's `convert`: it stops at the first mistake, and knows no ways out, no subclass by its values and no `source`.
+`build` types any dataclass, `load` what was composed, `config_yaml` writes it; unchanged parts stay between calls.
 """
 
 from __future__ import annotations
@@ -271,15 +269,18 @@ def _holds(rule: str, value: Any) -> bool:
 def _mapping(name: Any, hint: Any, value: Any, at: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{at} must be a mapping of keys to values, got {value!r}; write {at}={{key: value}}")
-    plain = {
-        key: str(item).lower() if hint is str and isinstance(item, bool) else item for key, item in value.items()
-    }
-    return {convert(name, str(key), at): convert(hint, item, join(at, str(key))) for key, item in plain.items()}
+    made = {}
+    for key, item in value.items():
+        plain = str(item).lower() if hint is str and isinstance(item, bool) else item
+        kind = int if hint is Any and type(item) is int else hint  # which are bounded
+        made[convert(name, str(key), at)] = convert(kind, plain, join(at, str(key)))
+    return made
 
 
 def _scalar(hint: type, value: Any, at: str) -> Any:
     # Whole floats pass as integers, integers as floats and as text; nothing else is converted.
-    number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    most = sys.float_info.max if hint is float else 2**63 - 1
+    number = type(value) in (int, float) and abs(value) <= most
     if (hint is bool and isinstance(value, bool)) or (hint is str and isinstance(value, str)):
         return value
     if hint is str and number and isinstance(value, int):
@@ -358,9 +359,8 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = (), folders: Seq
     """Return the configuration in *values*; *overridden* are the dotted keys that were set on the command line.
 
     A calibration is laid over machine and engine, options of the engine change its costs, and each number has its
-    source, which begins with one of `pdsim.hardware.machine.EVIDENCE`.  What was overridden is *assumed*, and no
-    calibration replaces it.  *folders* are one's own, whose profiles ``compute=auto`` takes first.  *values* is not
-    changed.  Raise a `ConfigError`.
+    source, of `pdsim.hardware.machine.EVIDENCE`.  What was overridden is *assumed*, and no calibration replaces it.
+    Profiles of one's own *folders* come first.  *values* is not changed.  Raise a `ConfigError`.
     """
     keys = tuple(overridden)
     if "policy" in values:

@@ -117,7 +117,7 @@ def whole_file(path: Path, option: str = "-o") -> Iterator[IO[bytes]]:
     (False, b'a page')
     """
     straight = path.exists() and not path.is_file()  # /dev/stdout
-    part = path if straight else path.with_name(f"{path.name}.part")
+    part = path if straight else path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as file:
             yield file

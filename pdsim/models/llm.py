@@ -42,7 +42,7 @@ class Llm:
     name: str  # as results call it
     parameters: Annotated[Count, "> 0"]  # in all
     active: Annotated[Count, "> 0"]  # used for one token; equal to *parameters* unless a mixture of experts
-    layers: PositiveInt  # num_hidden_layers of config.json
+    layers: Annotated[int, "> 0 and <= 10000"]  # num_hidden_layers of config.json
     hidden: PositiveInt  # hidden_size
     heads: PositiveInt  # of queries: num_attention_heads
     kv_heads: PositiveInt  # before replication over tensor-parallel ranks

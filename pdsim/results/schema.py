@@ -419,7 +419,9 @@ def read_summary(path: Path) -> dict[str, Any]:
 def _read(path: Path, shape: type[msgspec.Struct]) -> dict[str, Any]:
     try:
         content: dict[str, Any] = msgspec.json.decode(files.whole(path), type=dict[str, Any])
-    except (msgspec.MsgspecError, OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; name a folder that can be read") from error
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {_one_line(error)}; {_AGAIN}") from error
     if content.get("schema") != VERSION:
         raise ConfigError(
