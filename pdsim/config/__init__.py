@@ -280,7 +280,7 @@ def _mapping(name: Any, hint: Any, value: Any, at: str) -> dict[str, Any]:
 def _scalar(hint: type, value: Any, at: str) -> Any:
     # Whole floats pass as integers, integers as floats and as text; nothing else is converted.
     most = sys.float_info.max if hint is float else 2**63 - 1
-    number = type(value) in (int, float) and abs(value) <= most
+    number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= most
     if (hint is bool and isinstance(value, bool)) or (hint is str and isinstance(value, str)):
         return value
     if hint is str and number and isinstance(value, int):
