@@ -57,6 +57,7 @@ class Scenario:
     text: str  # one line
     misspeaks: Mapping[str, tuple[float, str]] = field(default_factory=dict)  # ranks, when, and who cannot read it
     outages: Sequence[tuple[float, float]] = ()  # when the router fails, and when it works again
+    hurried: bool = False  # whether ranks stop when all requests have ended, whatever is pending then
     plain: bool = False  # whether nothing goes wrong, and it is run twice (`experiments.faults.shortcuts`)
 
 
@@ -274,7 +275,7 @@ class Causes:
             return False
         if any(self._is_out(instance, began, past.ended) for instance in last):
             return True  # nobody reads, or renews
-        held = max(self._scenario.faults.delay, self._scenario.faults.lag)  # in the mean
+        held = self._scenario.faults.lag
         return self._waits_at_the_router(past) or held > job.engine.lease / 100
 
     def _waits_at_the_router(self, past: History) -> bool:
@@ -334,7 +335,7 @@ class Causes:
         """
         faults = self._scenario.faults
         staged = self._scenario.job.staging is not None  # and scattered, by slow devices
-        limit = (1.0 if staged else _SOON) + 20 * max(faults.delay, faults.lag, faults.notice)
+        limit = (1.0 if staged else _SOON) + 20 * max(faults.lag, faults.notice)
         for past in self._histories:
             for _, room, *pair in past.tries:
                 if room not in written or room in self._held:

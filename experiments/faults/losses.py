@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When ranks of a scenario are lost, stand still and start again, and instances drain.
+"""When ranks of a scenario are lost, stand still and start again, instances drain, users leave and links are cut.
 
 A loss at any time meets the few microseconds between two steps of the protocol once in thousands of scenarios.  So
 `at_moments` rehearses a scenario up to the message that its seed names, and lets something go wrong just after that,
@@ -8,7 +8,7 @@ or a user leave just before; both runs are the same until then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
@@ -16,20 +16,69 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from experiments.faults.causes import Scenario
+from experiments.faults.late import DEADLINE, directions, lag, lagging, possible
+from experiments.faults.settings import LONGEST
 from pdsim.core.errors import MessageError
+from pdsim.hardware.costs import Engine
 from pdsim.kv.messages import ROUTER, ReadDone, RoomQuery, StagingRequest, Submit, decode, instance_of
 from pdsim.serving.deployment import Deployment
-from pdsim.sim.faults import Faults, Observer, Pause, Stale
+from pdsim.serving.workload import Request
+from pdsim.sim.faults import Faults, Observer, Pause, Silence, Slow, Squeeze, Stale
 from pdsim.sim.model import Model
 from pdsim.transfer.job import RankSpec
 from pdsim.verify.computed import ComputedChecker
 from pdsim.verify.reached import MESSAGES
 
-DEADLINE = 2.0
-"""Seconds of silence after which a rank counts as gone."""
-
 Draw = Callable[[str], np.random.Generator]
 """Gives the stream of random numbers of a name."""
+
+
+def faults_of(random: Draw, kinds: Sequence[str], ranks: Sequence[str], span: float, deadline: float) -> Faults:
+    """Return what goes wrong in *span* seconds; *deadline* is how long others wait for a silent one of *ranks*.
+
+    All numbers are drawn whatever *kinds* has, so that a kind which is left out changes none of the others.
+    """
+    plan = random("plan")
+    share, delay, late, lateness = plan.random(4).tolist()
+    late_rings = bool({"rings", "stages"} & {*kinds})
+    rank, gpu = ranks[int(plan.integers(len(ranks)))], int(plan.integers(len(ranks)))
+    (begin, long, factor), (start, length, way) = plan.random((2, 3)).tolist()
+    slow = Slow(rank, begin * span, (begin + long) * span, 1.0 + 50.0 * factor)
+    link = f"node0/gpu{gpu}/nvlink.{'out' if way < 0.5 else 'in'}"
+    squeeze = Squeeze(link, start * span, (start + length) * span, 0.0 if way % 0.5 < 0.25 else 0.01)
+
+    def absence(kind: str) -> tuple[str, float, float]:
+        # Between half a deadline, in which nothing is lost, and two, from the first half: most requests come then.
+        own = random(kind)
+        name, start = ranks[int(own.integers(len(ranks)))], float(own.uniform(0.0, span / 2))
+        return name, start, start + deadline * float(own.uniform(0.5, 2.0))
+
+    return Faults(
+        delayed=share if "delays" in kinds else 0.0,
+        delay=10.0 ** (-4 + 2.5 * delay) if "delays" in kinds else 0.0,
+        lagging=lagging(random("lags"), 10.0 ** float(random("lags.mean").uniform(-3.5, -1.0)), "stages" in kinds)
+        if "lags" in kinds
+        else (),
+        late=0.1 * late if "late" in kinds else 0.05 if late_rings else 0.0,
+        lateness=0.5 * lateness if "late" in kinds or late_rings else 0.0,
+        unnoticed=float(random("notices").random()) if "notices" in kinds else 0.0,
+        notice=10.0 ** float(random("notices.mean").uniform(-5.0, -1.0)) if "notices" in kinds else 0.0,
+        stray="stray" in kinds,
+        torn="torn" in kinds,
+        shuffle="shuffle" in kinds,
+        slow=(slow,) if "slow" in kinds else (),
+        squeezes=(squeeze,) if "squeezes" in kinds else (),
+        broken=0.1 * float(random("broken").random()) if "broken" in kinds else 0.0,
+        silences=(Silence(*absence("silences")),) if "silences" in kinds else (),
+        pauses=(Pause(*absence("pauses")),) if "pauses" in kinds else (),
+    )
+
+
+def router_outages(random: np.random.Generator, span: float) -> list[tuple[float, float]]:
+    """Return when the router fails and works again: half of the time, for a moment or as long as requests come."""
+    chance, begin, long = random.random(3).tolist()
+    start = begin * span / 2
+    return [(start, start + 10.0 ** (-3.0 + 2.5 * long))] if chance < 0.5 else []
 
 
 def losses(
@@ -88,23 +137,89 @@ def losses(
 
 
 def drains(
-    random: Draw, job: Deployment, span: float, disturbed: Collection[str]
+    random: Draw, job: Deployment, span: float, busy: float, disturbed: Collection[str]
 ) -> dict[str, tuple[float, float, str, float]]:
     """Return, of one to all instances that no loss of *disturbed* ranks ends, when each begins to drain.
 
-    Half of the time that is the same instant.  And for how long it may, and whether it joins again, goes, or joins
-    and is lost so many seconds later.
+    Half of the time that is while requests come, for *busy* seconds, and half of the time the same instant.  And for
+    how long it may, and whether it joins again, goes, or joins and is lost so many seconds later.
     """
     own, lost = random("changes"), {instance_of(name) for name in disturbed}
     able = [name for name in (*job.prefills, *job.decodes) if name not in lost]
     many = int(own.integers(1, max(1, len(able)) + 1))
     chosen = [able[number] for number in sorted(own.permutation(len(able))[:many].tolist())]
-    times = own.uniform(0.0, span, len(chosen)).tolist()
+    times = own.uniform(0.0, busy if random("changes.busy").random() < 0.5 else span, len(chosen)).tolist()
     times = times[:1] * len(chosen) if own.random() < 0.5 else times
     seconds = (DEADLINE * 10 ** own.uniform(-3.0, 0.0, len(chosen))).tolist()
     fates = own.choice(["joins", "goes", "is lost"], len(chosen), p=[0.5, 0.25, 0.25]).tolist()
     later = own.uniform(0.0, DEADLINE, len(chosen)).tolist()
     return dict(zip(chosen, zip(times, seconds, fates, later, strict=True), strict=True))
+
+
+def deserted(
+    random: np.random.Generator,
+    job: Deployment,
+    leaving: Mapping[str, tuple[float, float, str, float]],
+    kill: dict[str, float],
+    restart: dict[str, float],
+) -> None:
+    """Add to *kill* and *restart* that an instance that is *leaving* loses all others of its side.
+
+    That is noticed soon after it has begun to drain: when their ranks start again.
+    """
+    lost = {instance_of(name) for name in kill}
+    for side in (job.prefills, job.decodes):
+        drained = [name for name in side if name in leaving]
+        chance, when, again = random.random(3).tolist()
+        others = {*side} - {*drained}
+        if len(drained) == 1 and others and not others & lost and chance < 0.6:
+            at = leaving[drained[0]][0]
+            for name in sorted(others):
+                first, *rest = job.ranks(name)
+                kill[first] = max(0.0, at - 10.0 ** (-3.0 + 2.0 * when))
+                restart |= dict.fromkeys(rest, at + 1.5 * DEADLINE) | {first: at + 10.0 ** (-4.0 + 2.5 * again)}
+
+
+def given_up(
+    random: np.random.Generator, requests: list[Request], cancels: dict[int, float], busy: float
+) -> tuple[list[Request], dict[int, float]]:
+    """Return those of *requests* that come in a part of *busy* seconds, and *cancels* with all users leaving then.
+
+    So what is under way at that instant is pending when the ranks stop.
+    """
+    share, later = random.random(2).tolist()
+    first = requests[0].arrival
+    last = max(first, share * busy)
+    left = [request for request in requests if request.after < 0 and request.arrival <= last]
+    at = last + 10.0 ** (-3.5 + 2.5 * later)
+    earlier = {number: cancels[number] for number in cancels if number < len(left)}
+    return left, {number: at - each.arrival for number, each in enumerate(left)} | earlier
+
+
+def cut_for_long(
+    random: np.random.Generator, job: Deployment, faults: Faults, engine: Engine, busy: float, blocks: int
+) -> tuple[Faults, Engine]:
+    """Return *faults* with a link of a rank that is cut for longer than the router waits for anything.
+
+    And *engine*, which waits for a transfer for longer still.  Requests come for *busy* seconds, with prompts of up
+    to so many *blocks* of tokens.
+    """
+    which, start, length = random.random(3).tolist()
+    patience = 4 / 3 * job.deadline + 2 * job.longest(*(blocks * most for most in LONGEST))
+    writers = len(job.prefills) * job.prefill.size
+    gpu = int(which * (writers + len(job.decodes) * job.decode.size))
+    link = f"node0/gpu{gpu}/nvlink.{'out' if gpu < writers else 'in'}"
+    squeeze = Squeeze(link, start * busy, start * busy + patience * (1.5 + length), 0.0)
+    return replace(faults, squeezes=(squeeze,)), replace(engine, timeout=4 * patience)
+
+
+def slow_loads(random: np.random.Generator, job: Deployment, busy: float) -> Squeeze:
+    """Return that a rank of prefill reads from its tiers for longer than its leader, over forwards of that."""
+    instance, which, start, factor = random.random(4).tolist()
+    size = job.prefill.size
+    gpu = size * int(instance * len(job.prefills)) + (1 + int(which * (size - 1)) if size > 1 else 0)
+    begins = 0.5 * start * busy
+    return Squeeze(f"node0/gpu{gpu}/pcie.in", begins, begins + busy + 0.5, 10.0 ** (-3.0 + 2.0 * factor))
 
 
 def halved(
@@ -132,39 +247,7 @@ def halved(
     return replace(faults, pauses=(*faults.pauses, pause))
 
 
-def stale(
-    random: np.random.Generator,
-    ranks: Sequence[str],
-    kill: dict[str, float],
-    restart: dict[str, float],
-    first: float,
-) -> Iterator[Stale]:
-    """Yield what each rank said last that starts again: it arrives when its next process has just started, or later.
-
-    If nothing else does, one is killed and starts again: before it is heard of, or when the *first* request comes.
-    """
-    name = ranks[int(random.integers(len(ranks)))]
-    early, when, again = random.random(3).tolist()
-    if not kill.keys() & restart.keys():
-        kill[name] = 10.0 ** (-5.0 + 2 * when) + (first if early < 0.7 else 0.0)
-        began = kill[name] + 10.0 ** (-2.0 + 2 * again)
-        others = [other for other in ranks if instance_of(other) == instance_of(name)]
-        # its leader hears a follower's words if all start at once
-        restart |= dict.fromkeys(others, began + 1.5 * DEADLINE * (again < 0.5)) | {name: began}
-    for rank in ranks:
-        before, after = (10.0 ** random.uniform((-4.0, -5.5), (-2.0, 0.0))).tolist()
-        if rank in kill and kill[rank] < restart.get(rank, 0.0):
-            yield Stale(rank, max(0.0, kill[rank] - before), kill[rank], restart[rank] + after)
-
-
 # --- after a message ---------------------------------------------------------------------------------------------
-
-_OF_PULL = {"PrefillDone", "ReadDone", "ReadRequest", "Renew"}
-_OF_PUSH = {"Arrival", "Destination"}
-_OF_RINGS = {"StagingRelease", "StagingReply", "StagingRequest"}
-_OF_TIERS = {"MovePrefixes", "PrefixesWritten"}
-_OF_QUESTIONS = {"RoomLocations", "RoomQuery"}
-_NEVER = {"Ping", "Pong", "Stop", "Forwards"}  # at any time, at the end, and not beside checkers
 
 _OFTEN = {"Arrival": 2, "Destination": 2, "PrefillDone": 3, "ReadDone": 9, "ReadRequest": 3, "RegisterPool": 3}
 _OFTEN |= {
@@ -173,7 +256,7 @@ _OFTEN |= {
     "MovePrefixes": 4,
     "PrefixesWritten": 2,
     "StagingReply": 2,
-    "StagingRequest": 4,
+    "StagingRequest": 6,
 }
 """By how much more likely these are than others."""
 
@@ -231,20 +314,20 @@ def at_moments(scenario: Scenario, random: np.random.Generator, others: Collecti
     later are lost now instead.
     """
     turns = dict(zip(MESSAGES, random.random(len(MESSAGES)).tolist(), strict=True))
-    kinds = sorted(_possible(scenario), key=lambda kind: (-(turns[kind] ** (1 / _OFTEN.get(kind, 1))), kind))
+    kinds = sorted(possible(scenario.job), key=lambda kind: (-(turns[kind] ** (1 / _OFTEN.get(kind, 1))), kind))
     number = 1 + int(10.0 ** random.uniform(0.0, np.log10(_MOST)))
     chances = random.random((2, 12)).tolist()
-    lags, lag = random.random(2).tolist()
+    lags, seconds = random.random(2).tolist()
     words = random.integers(1 << 20, size=len(chances)).tolist()
     # what is behind a late message waits, too, and whoever hears nothing for a deadline ends
-    lagging = scenario.faults.lagging or scenario.job.deadline < DEADLINE
-    if lags < 0.45 and not lagging and kinds[0] != "ReadDone":
+    never = scenario.faults.lagging or scenario.job.deadline < DEADLINE
+    if lags < 0.45 and not never and kinds[0] != "ReadDone":
         # the message itself is late, or may be, or the word of who comes back; an address meets early ones
         names = kinds[:1] if lags < 0.3 else ["RegisterRank"]
         names = [*names, "ConnectPeer"] if names == ["RegisterPool"] else names
-        tags = tuple(bytes([0xA0 + len(name)]) + name.encode() for name in names)
-        held = min(10.0 ** (-3.0 + 2.5 * lag), DEADLINE / 8)
-        scenario = replace(scenario, faults=replace(scenario.faults, lagging=tags, lag=held))
+        mean = min(10.0 ** (-3.0 + 2.5 * seconds), DEADLINE / 8)
+        late = tuple(lag(name, mean) for name in names)
+        scenario = replace(scenario, faults=replace(scenario.faults, lagging=late))
     rehearsal = _Rehearsal(kinds[:4], number)
     model = Model(
         scenario.machine, scenario.engine, memory="tracked", seed=scenario.seed, faults=scenario.faults,
@@ -256,10 +339,11 @@ def at_moments(scenario: Scenario, random: np.random.Generator, others: Collecti
     if moment is None:
         return scenario
     asked = isinstance(decode(moment.payload), RoomQuery)  # whose answer comes soon
+    asks_for_slot = isinstance(decode(moment.payload), StagingRequest)
     lost, at, cancels, faults = {*others}, moment.at, dict(scenario.cancels), scenario.faults
     kill, restart, misspeaks = dict(scenario.kill), dict(scenario.restart), dict(scenario.misspeaks)
     spoken = dict[str, int]()
-    for turn, (what, who, which, after, again, rest, held, before, late, long, more, twice) in enumerate(chances):
+    for turn, (what, who, which, after, again, rest, held, before, later, long, more, twice) in enumerate(chances):
         if turn and more < 0.6:
             break
         if not turn and _is_answered(moment):  # when it has come, and before it is
@@ -291,20 +375,21 @@ def at_moments(scenario: Scenario, random: np.random.Generator, others: Collecti
             if what < 0.43:
                 to = (ROUTER, *(end for end in (moment.sender, moment.receiver) if end not in (ROUTER, *ranks)))
                 speaks = ranks if held < 0.4 else [name]  # one after the other
-                misspeaks |= {rank: (at + 1e-5 * turn, to[int(late * len(to))]) for turn, rank in enumerate(speaks)}
+                misspeaks |= {rank: (at + 1e-5 * turn, to[int(later * len(to))]) for turn, rank in enumerate(speaks)}
                 spoken |= dict.fromkeys(speaks, words[turn])
                 began = max(began, at + 0.1)
             else:
                 kill[name] = at
                 if twice < 0.25 and len(ranks) > 1:  # another one of its next incarnation is lost, too
                     began, then = at + 0.12 + 0.1 * again, 0.0
-                    kill[next(rank for rank in ranks if rank != name)] = began + 10.0 ** (-2.0 + 1.5 * late)
-            if what >= 0.43 and held < 0.5:
+                    kill[next(rank for rank in ranks if rank != name)] = began + 10.0 ** (-2.0 + 1.5 * later)
+            if what >= 0.43 and held < (0.8 if asks_for_slot else 0.5):
                 # a question for a slot comes when it is proven that nothing of its writer moves
-                least = 0.15 if isinstance(decode(moment.payload), StagingRequest) else 0.0
-                first, comes = max(0.0, at - 10.0 ** (-4.5 + 2.5 * before)), began + least + 10.0 ** (-5.0 * late)
-                stale = Stale(name, first, at, comes)
-                faults = replace(faults, stale=(*faults.stale, stale))
+                least = 0.15 if asks_for_slot else 0.0
+                first, comes = max(0.0, at - 10.0 ** (-4.5 + 2.5 * before)), began + least + 10.0 ** (-5.0 * later)
+                ways = (False,) if least else directions(scenario.job, 2 * held)
+                stale = tuple(Stale(name, first, at, comes, received) for received in ways)
+                faults = replace(faults, stale=(*faults.stale, *stale))
         restart |= dict.fromkeys(ranks, began + then) | {name: began}
     specs = [
         _misspeaking(spec, *misspeaks[spec.name], spoken[spec.name]) if spec.name in misspeaks else spec
@@ -318,16 +403,6 @@ def at_moments(scenario: Scenario, random: np.random.Generator, others: Collecti
 def _misspeaking(spec: RankSpec, at: float, to: str, word: int) -> RankSpec:
     arguments = dict(spec.arguments) | {"program": spec.program, "at": at, "to": to, "word": word}
     return replace(spec, program="experiments.faults.programs:misspeaking", arguments=arguments)
-
-
-def _possible(scenario: Scenario) -> set[str]:
-    job = scenario.job
-    pulls = job.engine.handoff == "pull"
-    never = _NEVER | (_OF_PUSH if pulls else _OF_PULL)
-    never |= set() if job.staging else _OF_RINGS
-    never |= set() if job.cache.tiered else _OF_TIERS
-    never |= set() if job.query_dp else _OF_QUESTIONS
-    return {*MESSAGES} - never
 
 
 def _leaves(moment: _Heard, router: Any, at: float) -> dict[int, float]:
@@ -350,6 +425,8 @@ def _victim(scenario: Scenario, moment: _Heard, who: float, which: float) -> str
     of = ends if who < 0.65 else own if who < 0.85 else every
     if who < 0.5 and _is_answered(moment):
         of = [moment.receiver]
+    if who < 0.6 and isinstance(decode(moment.payload), StagingRequest):
+        of = [moment.sender]
     return of[int(which * len(of))]
 
 

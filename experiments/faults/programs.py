@@ -55,23 +55,27 @@ def router(
     linger: float = LINGER,
     expected: Sequence[str] = (),
     patience: float = 0.0,
+    hurried: bool = False,
 ) -> Program:
     """Serve as `pdsim.serving.router.program` does, then probe every pair of instances, and stop the ranks.
 
     The probes are sent *linger* seconds after the last request has ended and after *calm*, the time of the last
-    fault; if then not every one of the *expected* instances is formed, up to *patience* seconds later.  The
+    fault; if then not every one of the *expected* instances is formed, up to *patience* seconds later.  Who is
+    *hurried* stops the ranks with the last request, and probes nobody.  The
     value has also ``probes``, rows of prefill instance, decode instance and status; and ``histories``, for each
     request a row for each time that its user sent it: when it ended, how, and a row for each time that it was sent
     out: when, in which room, to which two instances.
     """
     quiet = _QuietRouter(rank, Deployment.from_plain(job), requests, leaves, outages, drains)
     quiet.calm, quiet.linger, quiet.patience, quiet.expected = calm, linger, patience, frozenset(expected)
+    quiet.hurried = hurried
     return (yield from quiet.run())
 
 
 class _QuietRouter(Router):
     calm, linger, patience = 0.0, LINGER, 0.0
     expected: frozenset[str] = frozenset()
+    hurried = False
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -98,6 +102,9 @@ class _QuietRouter(Router):
             self._histories[request.number].append([0.0, "", []])
 
     def _stop_if_done(self) -> None:
+        if self.hurried:
+            super()._stop_if_done()
+            return
         if self._resting or self._rooms or not self.arrivals.over:
             return
         self._resting = True

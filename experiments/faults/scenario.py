@@ -17,7 +17,19 @@ import numpy as np
 
 from experiments import serve
 from experiments.faults.causes import Causes, Scenario
-from experiments.faults.losses import DEADLINE, Draw, at_moments, drains, halved, losses, stale
+from experiments.faults.late import DEADLINE, overtaken, stale, unanswered
+from experiments.faults.losses import (
+    at_moments,
+    cut_for_long,
+    deserted,
+    drains,
+    faults_of,
+    given_up,
+    halved,
+    losses,
+    router_outages,
+    slow_loads,
+)
 from experiments.faults.settings import (
     CHANGES,
     FULL,
@@ -26,6 +38,7 @@ from experiments.faults.settings import (
     LAYERED_SIDES,
     LONGEST,
     SHARED_SIDES,
+    TIER_SIDES,
     another_engine,
     cached,
     crowded,
@@ -54,11 +67,11 @@ from pdsim.models.llm import Hybrid, Llm, Parallel, Side
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.settings import Kv, SchedulerLimits
 from pdsim.serving.workload import Request, stream
-from pdsim.sim.faults import Faults, Pause, Silence, Slow, Squeeze
+from pdsim.sim.faults import Faults, Squeeze
 from pdsim.sim.model import Model
 from pdsim.transfer.job import RankSpec
 from pdsim.verify.invariants import InvariantChecker, Violation
-from pdsim.verify.reached import MESSAGES, counted
+from pdsim.verify.reached import counted
 
 __all__ = ["KINDS", "RARE", "Scenario", "Tried", "attempt", "draw"]
 
@@ -113,13 +126,16 @@ KINDS = {
     "wakes": "programs act late",
     "blocks": "prompts of several blocks",
     "notices": "notifications arrive late",
+    "overtakes": "some messages of one rank arrive late",
+    "hurries": "the ranks stop as soon as all requests have ended",
 }
 """The kinds of faults and unusual circumstances, and their effects: the table of `docs/faults.md`.
 
 New kinds are appended: each is drawn in this order, so that the kinds of earlier seeds stay as they were."""
 
-RARE = {"router": 0.15, "silences": 0.5, "pauses": 0.5, "shares": 0.3, "tiers": 0.4, "halves": 0.4}
-RARE |= {"notices": 0.5, "runs": 0.15, "layerwise": 0.4, "moments": 1.2, "users": 0.5, "wakes": 0.3, "blocks": 0.2}
+RARE = {"router": 0.15, "silences": 0.5, "pauses": 0.5, "shares": 0.3, "tiers": 0.5, "halves": 0.4}
+RARE |= {"runs": 0.15, "layerwise": 0.4, "moments": 1.2, "users": 0.5, "wakes": 0.3, "blocks": 0.2}
+RARE |= {"notices": 0.5, "overtakes": 0.6, "hurries": 0.4}
 """By how much less likely than the others these are: little can be checked after the loss of the router."""
 
 _EXCLUDED = {
@@ -127,6 +143,7 @@ _EXCLUDED = {
     "crowds": {"sizes", "edges"},
     "layerwise": {"stages", "rings", "pulls", "gathers"},
     "blocks": {"full"},  # one of its pages may have more descriptors
+    "hurries": {"changes", "halves", "pauses", "router", "silences", "stale"},
 }
 _EXCLUDED["runs"] = KINDS.keys() - {"runs", "aborts", "hosts", "engines", "nodes"}
 """Kinds that would undo others, and do not happen beside them."""
@@ -344,11 +361,16 @@ def draw(
         prefill, decode = chosen("users.sides", _GATHER_PAIRS if gathers else _PAIRS)
         if random("users.pair").random() < 0.5 and not {"stages", "rings", "layerwise", "runs", "shares"} & {*kinds}:
             config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
+    own_sides = {"changes", "layerwise", "layouts", "rings", "shares"} & {*kinds} or gathers
+    if "tiers" in kinds and not own_sides and random("tiers.sides").random() > 0.45:
+        prefill, decode = chosen("tiers.pair", TIER_SIDES)
+        config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
     if "sizes" in kinds and not {"caches", "held"} & set(kinds):  # which need equal pages
         config = with_two_sizes(config, random("sizes"))
     if "drafts" in kinds:
         config = drafting(config, random("drafts"))
-    asks = config.parallel.prefill.dp > 1 and random("query").random() < 0.5
+    both = config.parallel.prefill, config.parallel.decode
+    asks = config.parallel.prefill.dp > 1 and (random("query").random() < 0.5 or both in _GROUPS)
     job = serve.job(config, serve.ServeOptions(deadline=DEADLINE, dp_rank="query" if asks else "room"))
     job = _squeezed(job, geometry, chosen("policies", _MESSAGE_POLICIES) if "policies" in kinds else None)
     if {"rings", "stages"} & {*kinds} and job.staging is None:
@@ -360,7 +382,9 @@ def draw(
     requests, gap = _requests(seed, count)
     if "edges" in kinds:
         requests = edge_lengths(requests, job, random("edges"))
-    if "silences" in kinds and not {"delays", "lags"} & {*kinds}:  # half of the time ranks are lost in handoffs
+    if "silences" in kinds and not {"delays", "lags", "overtakes"} & {
+        *kinds
+    }:  # half of the time ranks are lost in handoffs
         chance, share = random("haste").random(2).tolist()
         job = replace(job, deadline=DEADLINE * (10 ** (-1.7 + 0.7 * share) if chance < 0.5 else 1.0))
     for kind, change in CHANGES.items():
@@ -410,23 +434,46 @@ def draw(
         cancels |= _cancels(random("layerwise.aborts"), count, 0.3, -3.0)
     if "crowds" in kinds:
         cancels |= _cancels(random("crowds.aborts"), count, 0.6, -2.0)
+    if "overtakes" in kinds:  # late, when most has arrived
+        cancels |= _cancels(random("overtakes.aborts"), count, 0.4, -2.3)
+    if "hurries" in kinds and random("hurries").random() < 0.7:
+        requests, cancels = given_up(random("hurries.users"), requests, cancels, 50 * gap)
     span = 50 * gap + 0.5  # independent of the number of requests: few requests meet as many faults
     ranks = [name for instance in (*job.prefills, *job.decodes) for name in job.ranks(instance)]
-    faults = _faults(random, kinds, ranks, span, job.deadline)
+    faults = faults_of(random, kinds, ranks, span, job.deadline)
     kill, restart = losses(random, kinds, job, ranks, span, faults)
     if "halves" in kinds:
         faults = halved(random("halves"), job, span, faults, kill, restart)
+    # ranks that gather need their links to start
+    if "squeezes" in kinds and not gathers and random("squeezes.long").random() < 0.5:
+        job = replace(job, bootstrap_timeout=0.0, waiting_timeout=0.0)
+        faults, engine = cut_for_long(
+            random("squeezes.cut"), job, faults, engine, 50 * gap, LARGE if "blocks" in kinds else 1
+        )
+    if "tiers" in kinds and random("tiers.slow").random() > 0.5:
+        faults = replace(faults, squeezes=(*faults.squeezes, slow_loads(random("tiers.loads"), job, 50 * gap)))
+    if "overtakes" in kinds:
+        late = overtaken(random("overtakes"), job, ranks, {"Fence", "Fenced"} if "hurries" in kinds else ())
+        faults = replace(faults, lagging=(*faults.lagging, *late))
+        if any(b"RegisterPool" in each.tag for each in late):  # what is to move waits for lists, too
+            prepare = 10.0 ** float(random("overtakes.lists").uniform(-4.7, -3.7))
+            job = _longer_than_first_contact(replace(job, engine=replace(job.engine, prepare=prepare)))
+    if "hurries" in kinds and random("hurries.late").random() < 0.6:
+        faults = replace(faults, lagging=(*faults.lagging, *unanswered(random("hurries.lags"), job)))
     if "stale" in kinds:
-        faults = replace(faults, stale=tuple(stale(random("stale"), ranks, kill, restart, requests[0].arrival)))
-    leaving = drains(random, job, span, {*kill, *(each.rank for each in faults.absences)})
+        arrivals = [request.arrival for request in requests if request.after < 0]
+        faults = replace(faults, stale=tuple(stale(random("stale"), job, ranks, kill, restart, arrivals)))
+    leaving = drains(random, job, span, 50 * gap, {*kill, *(each.rank for each in faults.absences)})
     leaving = leaving if "changes" in kinds else {}
+    if leaving and job.deadline == DEADLINE:
+        deserted(random("changes.alone"), job, leaving, kill, restart)
     for instance, (at, _, fate, later) in leaving.items():
         again = at + 2 * DEADLINE + 1.0  # by then it has ended, or it stays
         if fate != "goes":
             restart |= dict.fromkeys(job.ranks(instance), again)
         if fate == "is lost":
             kill[list(job.ranks(instance))[-1]] = again + later
-    outages = _outages(random("users.outages"), span) if "users" in kinds else []
+    outages = router_outages(random("users.outages"), span) if "users" in kinds else []
     specs = serve.specs(config, job, requests)
     if (
         "held" in kinds and job.engine.handoff == "push" and not job.cache.decode
@@ -464,9 +511,13 @@ def draw(
         outages=outages,
         plain="runs" in kinds,
     )
+    if "hurries" in kinds:  # who starts again would find no router
+        scenario = replace(scenario, hurried=True, restart={})
     drained = [(instance, at, seconds) for instance, (at, seconds, *_) in leaving.items()]
     if "moments" in kinds:
         scenario = at_moments(_planned(scenario, drained), random("moments"), leaving)
+        if scenario.hurried:
+            scenario = replace(scenario, restart={}, faults=replace(scenario.faults, pauses=(), stale=()))
     return _planned(scenario, drained)
 
 
@@ -480,6 +531,7 @@ def _planned(scenario: Scenario, drained: Sequence[tuple[str, float, float]]) ->
     router, *ranks = scenario.specs
     arguments = dict(router.arguments) | {"leaves": leaves, "calm": calm, "drains": drained}
     arguments["outages"] = [list(span) for span in scenario.outages]
+    arguments |= {"hurried": scenario.hurried}
     router = replace(router, program="experiments.faults.programs:router", arguments=arguments)
     return replace(scenario, specs=[router, *ranks], faults=replace(faults, until=calm), limit=80.0 + calm)
 
@@ -495,7 +547,7 @@ def attempt(scenario: Scenario) -> Tried:
         ends = dict(Counter(status.partition(":")[0] for status in statuses))
         return Tried(scenario.seed, violations, ends, events, scenario.text, dict(reached))
     causes = Causes(scenario)
-    checks = InvariantChecker(causes.rank)
+    checks = InvariantChecker(causes.rank, scenario.hurried)
     model = Model(
         scenario.machine,
         scenario.engine,
@@ -606,57 +658,6 @@ def _cancels(random: np.random.Generator, count: int, share: float = 0.25, least
     # About that *share* of them, after 10 to the power of *least* seconds or up to 0.1.
     draws = enumerate(random.random((count, 2)).tolist())
     return {number: 10.0 ** (least + (-1.0 - least) * after) for number, (chance, after) in draws if chance < share}
-
-
-def _faults(random: Draw, kinds: Sequence[str], ranks: Sequence[str], span: float, deadline: float) -> Faults:
-    # All numbers are drawn whatever *kinds* has, so that a kind which is left out changes none of the others.
-    plan = random("plan")
-    share, delay, late, lateness = plan.random(4).tolist()
-    late_rings = bool({"rings", "stages"} & {*kinds})
-    rank, gpu = ranks[int(plan.integers(len(ranks)))], int(plan.integers(len(ranks)))
-    (begin, long, factor), (start, length, way) = plan.random((2, 3)).tolist()
-    slow = Slow(rank, begin * span, (begin + long) * span, 1.0 + 50.0 * factor)
-    link = f"node0/gpu{gpu}/nvlink.{'out' if way < 0.5 else 'in'}"
-    squeeze = Squeeze(link, start * span, (start + length) * span, 0.0 if way % 0.5 < 0.25 else 0.01)
-
-    def absence(kind: str) -> tuple[str, float, float]:
-        # Between half a deadline, in which nothing is lost, and two, from the first half: most requests come then.
-        own = random(kind)
-        name, start = ranks[int(own.integers(len(ranks)))], float(own.uniform(0.0, span / 2))
-        return name, start, start + deadline * float(own.uniform(0.5, 2.0))
-
-    return Faults(
-        delayed=share if "delays" in kinds else 0.0,
-        delay=10.0 ** (-4 + 2.5 * delay) if "delays" in kinds else 0.0,
-        lagging=_lagging(random("lags"), "stages" in kinds) if "lags" in kinds else (),
-        lag=10.0 ** float(random("lags.mean").uniform(-3.5, -1.0)) if "lags" in kinds else 0.0,
-        late=0.1 * late if "late" in kinds else 0.05 if late_rings else 0.0,
-        lateness=0.5 * lateness if "late" in kinds or late_rings else 0.0,
-        unnoticed=float(random("notices").random()) if "notices" in kinds else 0.0,
-        notice=10.0 ** float(random("notices.mean").uniform(-5.0, -1.0)) if "notices" in kinds else 0.0,
-        stray="stray" in kinds,
-        torn="torn" in kinds,
-        shuffle="shuffle" in kinds,
-        slow=(slow,) if "slow" in kinds else (),
-        squeezes=(squeeze,) if "squeezes" in kinds else (),
-        broken=0.1 * float(random("broken").random()) if "broken" in kinds else 0.0,
-        silences=(Silence(*absence("silences")),) if "silences" in kinds else (),
-        pauses=(Pause(*absence("pauses")),) if "pauses" in kinds else (),
-    )
-
-
-def _lagging(random: np.random.Generator, stages: bool) -> tuple[bytes, ...]:
-    # The tag of a message is in its bytes, after its length (msgpack).  Ranks always say in time that they live.
-    names = random.permutation([name for name in MESSAGES if name not in ("Ping", "Pong")]).tolist()
-    names.sort(key=lambda name: not (stages and name.startswith("Staging")))  # which occur nowhere else
-    return tuple(bytes([0xA0 + len(name)]) + name.encode() for name in (names[1:4] if stages else names[:3]))
-
-
-def _outages(random: np.random.Generator, span: float) -> list[tuple[float, float]]:
-    # When the router fails and works again: in half of the scenarios, for a moment or as long as requests come.
-    chance, begin, long = random.random(3).tolist()
-    start = begin * span / 2
-    return [(start, start + 10.0 ** (-3.0 + 2.5 * long))] if chance < 0.5 else []
 
 
 def _other_rows(spec: RankSpec) -> RankSpec:

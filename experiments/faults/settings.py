@@ -41,6 +41,12 @@ SHARED_SIDES = (
     (Side(tp=1, cp=2), Side(tp=1, instances=2)),
     (Side(tp=2, cp=2), Side(tp=1, instances=2)),
 )
+TIER_SIDES = (
+    (Side(tp=2), Side(tp=1)),
+    (Side(tp=4), Side(tp=2)),
+    (Side(tp=1, instances=2), Side(tp=1)),
+    (Side(tp=2, instances=2), Side(tp=1, instances=2)),
+)
 LAYERED_SIDES = (  # some ranks write nothing: of latent models, and of context-parallel ones
     (Side(tp=1), Side(tp=1)),
     (Side(tp=2), Side(tp=1)),
@@ -334,6 +340,8 @@ def tiered(
         cache = replace(cache, chunk=(2 + int(5 * objects)) * job.page_size)
     if few < 0.5:  # pages are taken while others of the same prompt are written
         job = replace(job, prefill_pages=int(job.page_count(LONGEST[0]) * (1.0 + more)))
+    if len(job.prefills) > 1 and random.random() > 0.6:  # another instance writes what this one is about to
+        cache = replace(cache, shared=True, write="selective" if random.random() < 0.6 else cache.write)
     alike = list(requests)
     for number, request in enumerate(requests if fours < 0.5 else ()):
         first = requests[number - number % 4]

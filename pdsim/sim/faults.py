@@ -42,12 +42,25 @@ class Silence(NamedTuple):
 
 
 class Stale(NamedTuple):
-    """What *rank* sends from *start* until it is *killed* arrives at *end*, if need be after its next process."""
+    """What *rank* sends, or is sent, from *start* until it is *killed* arrives at *end*, as to its next process."""
 
     rank: str
     start: float
     killed: float
     end: float
+    received: bool = False  # what it is sent
+
+
+class Lag(NamedTuple):
+    """Half of the control messages that contain *tag* are held up for *mean* seconds, exponential.
+
+    Only those from *sender* and to *receiver*, where these are given.
+    """
+
+    tag: bytes
+    mean: float
+    sender: str = ""
+    receiver: str = ""
 
 
 class Pause(NamedTuple):
@@ -82,8 +95,7 @@ class Faults:
 
     delayed: float = 0.0  # share of control messages that are held up, and those behind them on the same socket
     delay: float = 0.0  # for how long, exponential
-    lagging: tuple[bytes, ...] = ()  # the same for half of those that contain one of these
-    lag: float = 0.0  # for how long, exponential
+    lagging: tuple[Lag, ...] = ()
     late: float = 0.0  # share of transfers whose last byte is held up, also beyond their deadline
     lateness: float = 0.0  # for how long, exponential
     unnoticed: float = 0.0  # share of notifications that are held up, and those behind them of the same writer
@@ -103,8 +115,8 @@ class Faults:
         for name in ("delayed", "late", "unnoticed", "broken"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"faults.{name} must be >= 0 and <= 1, got {getattr(self, name)}")
-        not_negative("faults", delay=self.delay, lag=self.lag, lateness=self.lateness, until=self.until)
-        not_negative("faults", notice=self.notice)
+        not_negative("faults", delay=self.delay, lateness=self.lateness, notice=self.notice, until=self.until)
+        not_negative("faults", **{f"lag{number}": lag.mean for number, lag in enumerate(self.lagging)})
         for what, start, end, *factor in (*self.slow, *self.squeezes, *self.absences):
             not_negative(what, start=start, factor=sum(factor))
             if not start <= end:
@@ -114,6 +126,11 @@ class Faults:
     def absences(self) -> tuple[Silence | Pause, ...]:
         """When a rank is not heard, though it lives."""
         return *self.silences, *self.pauses
+
+    @property
+    def lag(self) -> float:
+        """For how many seconds control messages are held up, in the mean: the most of all kinds."""
+        return max([self.delay, *(lag.mean for lag in self.lagging)])
 
     def kinds(self) -> tuple[str, ...]:
         """Return the names of what this plan makes use of."""
@@ -172,13 +189,14 @@ class Chance:
         if self._calm:
             return at
         at += _held(self._messages, self._faults.delayed, self._faults.delay)
-        if self._faults.lagging and any(part in payload for part in self._faults.lagging):
-            at += _held(self._lags, 0.5, self._faults.lag)
+        for tag, mean, own, other in self._faults.lagging:
+            if tag in payload and own in ("", sender) and other in ("", receiver):
+                at += _held(self._lags, 0.5, mean)
         for rank, start, end in self._faults.silences:
             if rank in (sender, receiver) and start <= at < end:
                 at = end
-        for rank, start, killed, end in self._faults.stale:
-            if rank == sender and start <= at < killed:
+        for rank, start, killed, end, received in self._faults.stale:
+            if rank == (receiver if received else sender) and start <= at < killed:
                 at = end
         return at
 

@@ -35,8 +35,8 @@ class SimChannel:
     A message of *n* bytes leaves when those before it to the same receiver have left, takes ``n / tcp_rate`` to
     leave and ``tcp_latency`` to arrive, and the *delay* of the links between the nodes; *host_latency* says when the
     rank acts upon it.  Faults *hold* it up (given sender, receiver and the time of its arrival without them) but
-    never let one overtake another on the same socket.  *watch* is called with every message.  *ranks* has all
-    channels.
+    never let one overtake another on the same socket; it may meet the receiver's next process.  *watch* is called
+    with every message.  *ranks* has all channels.
     """
 
     def __init__(
@@ -75,11 +75,20 @@ class SimChannel:
             self._watch(self.name, receiver, payload)
         sent = max(self._job.queue.now, self._free.get(receiver, 0.0)) + len(payload) / self._rate
         self._free[receiver] = sent
-        at = sent + channel.latency_from(self.name)
+        at, message = sent + channel.latency_from(self.name), Message(self.name, payload)
         if self._hold is not None:
             after = nextafter(self._arrivals.get(receiver, 0.0), inf)
-            at = self._arrivals[receiver] = max(self._hold(self.name, receiver, payload, at), after)
-        channel._inbox.arrive_at(at, Message(self.name, payload))
+            held = self._arrivals[receiver] = max(self._hold(self.name, receiver, payload, at), after)
+            if held > at:
+                self._job.call_at(held, self._deliver, (receiver, message))
+                return
+        channel._inbox.arrive_at(at, message)
+
+    def _deliver(self, late: tuple[str, Message]) -> None:
+        # To the process that has the receiver's address by now, as a socket that connects again does.
+        channel = self._ranks[late[0]]
+        if self not in channel.dropped:
+            channel._inbox.arrive(late[1])
 
     def latency_from(self, sender: str) -> float:
         """Return the seconds that the last byte of a message of *sender* takes."""

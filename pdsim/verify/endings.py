@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from typing import Any
 
 from pdsim.kv.messages import (
@@ -23,11 +24,16 @@ from pdsim.kv.messages import (
     instance_of,
     leader,
 )
+from pdsim.serving.decode import DecodeRequest
 from pdsim.serving.prefill import PrefillScheduler
 from pdsim.serving.router import Router
+from pdsim.verify.waits import GIVEN_UP
 
 _ROUNDING = 1e-9
 """Seconds by which two sums of the same times may differ."""
+
+_PROVEN = 1.5
+"""Seconds after the end of an instance until the other side has no room of it in quarantine: all have the proof."""
 
 _SETTLED = 0.5
 """Seconds after the end of a rank until nothing of it moves: peers notice it, copies and flows have ended."""
@@ -140,7 +146,16 @@ class EndingChecker:
         until = self._stops.get(id(member), member.clock.now) + member.job.deadline
         if member.scheduler.rooms and not member.has_ended and member.clock.now < until - _ROUNDING:
             self._report("I5", f"{member.rank.name} ends in order, and has rooms {[*member.scheduler.rooms][:5]}")
+        elif not member.has_ended and self._lived(member.followers, member.clock.now - _SETTLED):
+            for number, room in member.scheduler.rooms.items():
+                other = instance_of(room.request.prefill if isinstance(room, DecodeRequest) else room.request.decode)
+                over = max(self._ended.get(name, inf) for name in member.job.ranks(other))
+                if room.state in GIVEN_UP and over < member.clock.now - _PROVEN:
+                    self._report("I12", f"{member.rank.name} waits for {other}, which is over, with room {number}")
         end(*more)
+
+    def _lived(self, ranks: list[str], until: float) -> bool:
+        return all(self._ended.get(name, inf) >= until for name in ranks)
 
     def _starts(self, member: Any, start: Callable[[Any], Any], room: Any) -> Any:
         started = start(room)

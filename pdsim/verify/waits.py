@@ -138,7 +138,7 @@ class WaitChecker:
             self._look_once_more(name, sleep, could, _awake(scheduler, now) if could else now)
             quarantined = scheduler.pages.quarantined
             for number, room in scheduler.rooms.items():
-                if (room.state in _GIVEN_UP and room.has_pages) != (number in quarantined):
+                if (room.state in GIVEN_UP and room.has_pages) != (number in quarantined):
                     self._report("I8", f"room {number} on {name} has failed or is in quarantine, not both")
             engine = member.job.engine
             for number in getattr(scheduler.handoff, "_sources", ()) if engine.lease else ():
@@ -239,12 +239,12 @@ def _awake(scheduler: Any, now: float) -> float:
 
 _NOTHING = None, "", inf
 
-_GIVEN_UP = "failed", "revoked"
+GIVEN_UP = "failed", "revoked"
 """States of rooms that have failed."""
 
 
 def _is_given_up(room: Any) -> bool:
-    return room.state in _GIVEN_UP
+    return room.state in GIVEN_UP
 
 
 def _chore(router: Any) -> str:

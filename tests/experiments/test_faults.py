@@ -78,12 +78,14 @@ def test_a_seed_gives_one_scenario_and_one_course_of_events():
     assert attempt(draw(5, 30, 1.0)) == attempt(draw(5, 30, 1.0))
     assert draw(5, 30, 1.0).text != draw(6, 30, 1.0).text
     assert draw(3, 50, 1.0).requests[:10] == draw(3, 10, 1.0).requests
-    whole, less = (draw(1, 50, 1.0, frozenset({"crowds", "stages", "moments", *more})) for more in ((), ("aborts",)))
+    whole, less = (
+        draw(1, 50, 1.0, frozenset({"crowds", "stages", "moments", "hurries", *more})) for more in ((), ("aborts",))
+    )
     assert (less.cancels, less.faults, less.kill) == ({}, whole.faults, whole.kill)
 
 
 def test_every_kind_of_fault_can_happen():
-    undoing = frozenset(("stages", "crowds", "runs", "layerwise", "blocks"))  # others
+    undoing = frozenset(("stages", "crowds", "runs", "layerwise", "blocks", "hurries"))  # others
     named = ", ".join(kind for kind in KINDS if kind not in undoing)
     every = (draw(seed, 50, 1.0, undoing, frozenset(KINDS) - undoing) for seed in range(20))
     scenario = next(each for each in every if {"silences", "pauses"} <= {*each.faults.kinds()})
@@ -91,7 +93,7 @@ def test_every_kind_of_fault_can_happen():
     assert scenario.cancels
     assert scenario.kill
     assert scenario.restart
-    faults = "delayed delay late lateness unnoticed notice stray torn shuffle slow squeezes lagging lag broken"
+    faults = "delayed delay late lateness unnoticed notice stray torn shuffle slow squeezes lagging broken"
     assert set(scenario.faults.kinds()) == {*faults.split(), "silences", "stale", "pauses"}
     assert draw(1, 50, 0.0).faults.kinds() == ()
 

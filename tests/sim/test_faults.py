@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from pdsim.core.errors import ConfigError, PeerLost, TransferError
-from pdsim.sim.faults import Faults, Pause, Silence, Slow, Squeeze
+from pdsim.sim.faults import Faults, Lag, Pause, Silence, Slow, Squeeze, Stale
 from pdsim.sim.hosts import JobClock, RankClock
 from pdsim.sim.memory import part_of
 from pdsim.sim.model import Model
@@ -191,6 +191,21 @@ def test_an_absent_rank_gets_and_sends_messages_afterwards_in_order(faults, send
         held = sender in senders
         expected = [1.25 if held and 0.45 <= was < 1.25 else was for _, was in of(sender, plain)]
         assert [at for _, at in of(sender, found)] == pytest.approx(expected)
+
+
+def test_only_messages_of_the_named_kind_and_pair_lag():
+    plain, found = heard(None), heard(Faults(lagging=(Lag(b"1", 5.0, sender="one", receiver="ear"),)))
+    assert of("two", found) == of("two", plain)
+    assert of("one", found)[0] == of("one", plain)[0]
+    assert of("one", found)[-1][1] > of("one", plain)[-1][1] + 1.0
+    assert heard(Faults(lagging=(Lag(b"1", 5.0, receiver="one"),))) == plain
+
+
+def test_what_is_late_for_one_process_meets_the_next():
+    kept = Faults(stale=(Stale("ear", 0.75, 1.0, 1.5, received=True),))
+    for faults, first in ((Faults(), 12), (kept, 3)):
+        ranks = run(one, (ear, {"count": 6}), model=model(faults), kill={"ear": 1.0}, restart={"ear": 1.2}).ranks
+        assert ranks["ear"].value[0][1] == first
 
 
 def test_a_paused_rank_resumes_while_its_hardware_went_on():
