@@ -126,8 +126,8 @@ KINDS = {
     "wakes": "programs act late",
     "blocks": "prompts of several blocks",
     "notices": "notifications arrive late",
-    "overtakes": "some messages of one rank arrive late",
-    "hurries": "the ranks stop as soon as all requests have ended",
+    "overtakes": "one rank's messages arrive late",
+    "hurries": "ranks stop with the last request",
 }
 """The kinds of faults and unusual circumstances, and their effects: the table of `docs/faults.md`.
 
