@@ -361,9 +361,13 @@ def draw(
         prefill, decode = chosen("users.sides", _GATHER_PAIRS if gathers else _PAIRS)
         if random("users.pair").random() < 0.5 and not {"stages", "rings", "layerwise", "runs", "shares"} & {*kinds}:
             config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
+    kinds_of_users = {"moments", "users"} & {*kinds} and "stages" not in kinds
     own_sides = {"changes", "layerwise", "layouts", "rings", "shares"} & {*kinds} or gathers
     if "tiers" in kinds and not own_sides and random("tiers.sides").random() > 0.45:
         prefill, decode = chosen("tiers.pair", TIER_SIDES)
+        config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
+    elif not own_sides and kinds_of_users and random("query.sides").random() < 0.8:
+        prefill, decode = chosen("query.pair", _GROUPS)
         config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
     if "sizes" in kinds and not {"caches", "held"} & set(kinds):  # which need equal pages
         config = with_two_sizes(config, random("sizes"))

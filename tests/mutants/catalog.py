@@ -148,7 +148,8 @@ def share_by_number(original: Any, self: KvSender, chunk: Any) -> Any:
 
 def counted_in_the_request(original: Any, self: PrefillScheduler, room: Any, tokens: int) -> Any:
     chunk = original(self, room, tokens)
-    return changed(chunk, runs=cut(room.runs, chunk.first_page, sum(count for _, _, count in chunk.runs)))
+    left = sum(count for _, _, count in room.runs) - chunk.first_page
+    return changed(chunk, runs=cut(room.runs, chunk.first_page, min(left, sum(count for _, _, count in chunk.runs))))
 
 
 def pulled(original: Any, job: Any, random: Any, fixed: bool = False, lease: float = 30.0) -> Any:
