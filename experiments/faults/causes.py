@@ -350,15 +350,16 @@ class Causes:
         """Yield each request that was served with another number of bytes than its room moved, by *nbytes*.
 
         The account of a request may be lost with its prefill instance, or where prefill has *given up* a room that
-        decode serves, and a killed rank keeps none.
+        decode serves, and a killed rank keeps none.  A router that fails before the account comes knows of 0 bytes.
         """
-        gone = self._outages.keys() | self._left.keys()
+        gone, failed = self._outages.keys() | self._left.keys(), {start for start, _ in self._scenario.outages}
         for number, (place, told) in enumerate(zip(self._last, self._nbytes, strict=True)):
             past = self._histories[place]
             status = past.status
             _, room, *last = past.tries[-1] if past.tries else (0.0, -1)
             moved, lost = nbytes.get(room, 0), bool(gone & {*last}) or room in given_up
-            if status == "ok" and (moved > told > 0 if lost else moved != told):
+            early = told == 0 and past.ended in failed
+            if status == "ok" and not early and (moved > told > 0 if lost else moved != told):
                 yield f"request {number} is served with {told} bytes, its room moved {moved}"
 
     def _lost(self, status: str, past: History) -> bool:

@@ -180,6 +180,12 @@ def test_a_lease_ends_by_a_long_queue_of_the_router(count, proxy, may):
     assert known.last(0, mine[-1]) is may
 
 
+@pytest.mark.parametrize(("failed", "may"), [(4.0, True), (3.9, False)])
+def test_a_router_that_fails_loses_its_account(failed, may):
+    known, _ = causes([row("ok", end=4.0)], outages=[(failed, 4.5)])  # 0 bytes, as the router says
+    assert (not [*known.miscounted({1: 64})]) is may
+
+
 def test_a_rank_ends_with_its_instance_router_or_group():
     alone, gone = f"PeerLost: nothing from {ROUTER} for 2.0 s", "PeerLost: prefill0 is given up"
     without, _ = causes([], kill={ROUTER: 1.0})
