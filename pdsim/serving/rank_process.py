@@ -576,7 +576,7 @@ class PeerFence:
     A lost incarnation may have posted transfers that still land.  Its pages stay in quarantine until every rank has
     the proof of its endpoint (`Endpoint.quiesced`) about every rank that reaches into its memory: on decode where
     prefill pushes, on prefill where decode pulls.  There is none about an incarnation that lives and is connected;
-    one that is not connected no longer can.  A proof about epoch *n* holds for all earlier ones.
+    one that is not connected no longer can, nor is introduced.  A proof about epoch *n* holds for all earlier ones.
 
     *peers* are the ranks by index that move bytes there, which need to know *pool*.  *quiesced*, if given, is called
     with the name of each rank of an instance for which a new proof has come.  The leader sets *free*, called with
@@ -617,6 +617,8 @@ class PeerFence:
         self._prove(fence)
 
     def _register(self, peer: str) -> None:
+        if self.is_quiesced(peer):  # the leader's `Fence` has overtaken `ConnectPeer`: pages may be free
+            return
         ranks = [rank_name(instance_of(peer), index) for index in self._peers]
         self._engine.send(ranks, self._pool.register(self._engine.incarnation, peer))
 

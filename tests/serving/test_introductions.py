@@ -123,6 +123,18 @@ def test_a_rank_that_connects_after_the_proof_writes_nothing(monkeypatch):
     assert outcome.at_rest("prefill1.0", "decode0.0")
 
 
+def test_an_introduction_after_the_proof_connects_nobody(monkeypatch):
+    """A leader's question overtakes it; what lives on would write into pages that are free."""
+    for kind, receiver in ((ConnectPeer, "decode0.1"), (Gone, "decode0.1"), (Gone, "prefill0.1")):
+        for _ in range(3):
+            delay(monkeypatch, kind, receiver)
+    sides = {"prefill": Side(tp=2, instances=2), "decode": Side(tp=2)}
+    outcome = serve([ONE, Request(2.0, 100, 4)], {"prefill0.0": 0.1}, **sides)
+    assert outcome.statuses == ["PeerLost: nothing from prefill0 for 0.5 s", "ok"]
+    assert outcome.outcome.ranks["prefill0.1"].transfers == []
+    assert outcome.at_rest("prefill1.0", "decode0.0")
+
+
 def test_pairs_that_no_room_joins_are_not_introduced(monkeypatch):
     sent: list[tuple[str, str]] = []
     send: Callable[..., None] = RankProcess.send
