@@ -20,8 +20,7 @@ from pdsim.core.errors import ConfigError, RunWarning
 from pdsim.core.progress import ShowProgress
 from pdsim.core.units import format_time
 from pdsim.results import schema, terminal
-from pdsim.results.accuracy import of_transfers
-from pdsim.results.evidence import extrapolations, host_note
+from pdsim.results.evidence import extrapolations, host_note, of_transfers
 from pdsim.results.record import Result
 from pdsim.results.store import JOURNALS, Run, entries
 

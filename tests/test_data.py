@@ -10,7 +10,7 @@ import pytest
 from pdsim.config.presets import ROOFLINE
 from pdsim.core import files
 from pdsim.core.files import data
-from pdsim.results.accuracy import BLIND, SERVERS
+from pdsim.results.evidence import BLIND, SERVERS
 from pdsim.validation.sealed import unseal
 from tools import served, tables, validation
 

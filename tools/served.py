@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far predictions of whole servers were off, and whether 95 % intervals from other hosts hold them.
 
-    python -m tools.served        # factors of `pdsim.results.accuracy.SERVERS`, and the table of docs/validation.md
+    python -m tools.served        # factors of `pdsim.results.evidence.SERVERS`, and the table of docs/validation.md
 
 Sealed predictions and measurements are in `data/live`, public rows in `data/benchmarks/scorecard_rows.csv`.  Where a
 pair of engine and kind of model was measured on that GPU before, a prediction counts as "measured", the first ones
@@ -43,7 +43,7 @@ ORDER = (*live_data.CAMPAIGNS, *FILES, *TABLES)
 class Point(NamedTuple):
     """A metric of a load: predicted over measured, as a logarithm."""
 
-    level: str  # as in `pdsim.results.accuracy.SERVERS`
+    level: str  # as in `pdsim.results.evidence.SERVERS`
     kind: str  # of servers, a row of the table
     host: str
     load: str

@@ -16,8 +16,8 @@ from typing import Any
 
 from experiments.validate import ValidateOptions, bounds
 from pdsim.results import drawing
-from pdsim.results.accuracy import WHOLE, cause
 from pdsim.results.drawing import Figure, Marks, Panel, Scale
+from pdsim.results.evidence import WHOLE, cause
 from pdsim.validation.agreement import agreement
 from pdsim.validation.intervals import blind_error
 from pdsim.validation.sealed import EXPECTED, MEASURED, predictions, read

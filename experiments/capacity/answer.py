@@ -12,7 +12,7 @@ from experiments.capacity.search import Capacity, Plan, Probe, Shape, configured
 from experiments.jobs import Columns, tabulated
 from pdsim.config import Config
 from pdsim.core.units import format_time
-from pdsim.results import accuracy, evidence
+from pdsim.results import evidence
 from pdsim.results.record import Metric, Table, pareto
 
 
@@ -227,7 +227,7 @@ def _answer(found: Found, config: Config) -> Iterator[list[str]]:
 def _worth(found: Found, config: Config, best: Entry) -> Iterator[list[str]]:
     # The interval with the errors of servers that were measured, what may exceed the SLO by them, and the evidence.
     own = configured(config, best.plan.shape, "least_tokens")
-    servers = accuracy.of_servers(own)
+    servers = evidence.of_servers(own)
     if servers is not None:
         factor, probe = servers.factors["e2e_p50"], best.probe
         loads = (probe.load, probe.load) if found.asked else (best.capacity.low or probe.load, best.capacity.high)

@@ -24,7 +24,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from pdsim.config import Config, config_yaml, plain
 from pdsim.core.errors import ConfigError
-from pdsim.results import accuracy, evidence, schema
+from pdsim.results import evidence, schema
 from pdsim.results.record import Result, environment
 from pdsim.transfer.job import Outcome
 from pdsim.transfer.log import shapes
@@ -126,7 +126,7 @@ class Run:
             proof["calibration"] = asdict(self.config.calibration)
         if spread := evidence.host_spread(self.config, result.transfers):
             proof["hosts"] = asdict(spread)
-        if sources and result.requests and (servers := accuracy.of_servers(self.config)):
+        if sources and result.requests and (servers := evidence.of_servers(self.config)):
             proof["servers"] = asdict(servers)
         ranks = result.outcome.ranks.values() if result.outcome else ()
         engines = {rank.engine for rank in ranks if rank.engine} | {shape.engine for shape in moved}

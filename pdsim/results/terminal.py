@@ -22,7 +22,7 @@ from typing import IO, Any, Self
 from pdsim.core.errors import ConfigError
 from pdsim.core.files import printable
 from pdsim.core.units import format_time
-from pdsim.results import accuracy, evidence, schema, store
+from pdsim.results import evidence, schema, store
 from pdsim.results.record import Table
 
 GOAL = 0.99
@@ -486,7 +486,7 @@ def _latencies(metrics: Mapping[str, Any]) -> Iterator[str]:
 def _interval(run: Mapping[str, Any], metrics: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[str]:
     if servers := run["evidence"].get("servers"):
         between = config.get("hw.nodes", 1) != 1 and config.get("experiment.deployment") != "colocated"
-        yield accuracy.line(servers, metrics, between=between)
+        yield evidence.line(servers, metrics, between=between)
 
 
 def _bound(

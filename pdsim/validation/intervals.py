@@ -16,7 +16,7 @@ from pdsim.calibration.definition import Calibration, on_host, widening
 from pdsim.config import Config
 from pdsim.core.units import parse_rate, parse_time
 from pdsim.hardware.costs import Ramp
-from pdsim.results.accuracy import BLIND, WHOLE, cause
+from pdsim.results.evidence import BLIND, WHOLE, cause
 from pdsim.validation.verdicts import Value
 
 

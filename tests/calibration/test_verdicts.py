@@ -10,7 +10,7 @@ from pdsim.calibration.definition import Calibration, HeldOut
 from pdsim.config import Config
 from pdsim.core.errors import ConfigError
 from pdsim.hardware.costs import Ramp
-from pdsim.results.accuracy import BLIND, cause
+from pdsim.results.evidence import BLIND, cause
 from pdsim.validation.intervals import predicted, variants
 from pdsim.validation.sealed import seal, unseal
 from pdsim.validation.verdicts import Bound, Value, by_class, by_decade, compare, metrics, tables

@@ -26,7 +26,7 @@ from pdsim.config import Config
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import silent
 from pdsim.hardware.machine import Machine, Nic
-from pdsim.results.accuracy import SERVERS
+from pdsim.results.evidence import SERVERS
 from pdsim.results.record import Result
 from pdsim.serving.settings import Kv, Slo, Tenant, Workload
 from pdsim.serving.workload import draw, load

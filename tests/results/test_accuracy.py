@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from pdsim.config.compose import compose
-from pdsim.results.accuracy import SERVERS, line, of_servers, of_transfers
+from pdsim.results.evidence import SERVERS, line, of_servers, of_transfers
 
 COLOCATED = "experiment.deployment=colocated"
 
