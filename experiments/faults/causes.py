@@ -276,14 +276,14 @@ class Causes:
         if any(self._is_out(instance, began, past.ended) for instance in last):
             return True  # nobody reads, or renews
         held = self._scenario.faults.lag
-        return self._waits_at_the_router(past) or held > job.engine.lease / 100
+        tries = sum(at <= past.ended for each in self._histories for at, *_ in each.tries)
+        return self._waits_at_the_router(tries) or held > job.engine.lease / 100
 
-    def _waits_at_the_router(self, past: History) -> bool:
+    def _waits_at_the_router(self, tries: int) -> bool:
         # It sends each try on twice, to prefill and with its answer to decode, one after the other. Decode's first
         # heartbeat comes up to `ServingEngine.heartbeat` seconds after.
         engine = self._scenario.job.engine
-        passes = 2 * sum(at <= past.ended for each in self._histories for at, *_ in each.tries)
-        return passes * engine.proxy * (1.0 + engine.variation) > engine.lease - engine.heartbeat
+        return 2 * tries * engine.proxy * (1.0 + engine.variation) > engine.lease - engine.heartbeat
 
     def unrecovered(self, outcome: Outcome) -> Iterator[str]:
         """Yield each pair that lives at the end and has not served its probe, and who never stops draining."""
@@ -300,8 +300,10 @@ class Causes:
                 yield f"{instance} leaves after {at - since:g} s, and may drain for {limits[instance]:g}"
         for instance in began:
             yield f"{instance} has drained for longer than it may, and serves nobody"
-        for prefill, decode, status in value["probes"] if value else ():
-            if status != "ok" and not {prefill, decode} & dead:
+        probes = value["probes"] if value else ()
+        late = self._waits_at_the_router(len(probes))  # for a lease
+        for prefill, decode, status in probes:
+            if status != "ok" and not {prefill, decode} & dead and not (late and "the lease of" in status):
                 yield f"{prefill} and {decode} live, and a request that they were given ended so: {status}"
 
     def sent_wrongly(self, moved: Set[int] = frozenset()) -> Iterator[str]:

@@ -62,7 +62,9 @@ def faults_of(random: Draw, kinds: Sequence[str], ranks: Sequence[str], span: fl
         late=0.1 * late if "late" in kinds else 0.05 if late_rings else 0.0,
         lateness=0.5 * lateness if "late" in kinds or late_rings else 0.0,
         unnoticed=float(random("notices").random()) if "notices" in kinds else 0.0,
-        notice=10.0 ** float(random("notices.mean").uniform(-5.0, -1.0)) if "notices" in kinds else 0.0,
+        notice=min(10.0 ** float(random("notices.mean").uniform(-5.0, -1.0)), deadline / 20)  # all long before
+        if "notices" in kinds
+        else 0.0,
         stray="stray" in kinds,
         torn="torn" in kinds,
         shuffle="shuffle" in kinds,

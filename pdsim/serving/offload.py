@@ -48,6 +48,8 @@ class TierMover:
     def __init__(self, engine: EngineRank) -> None:
         self._engine = engine
         self._load: Event | None = None
+        self._moving = 0  # reads, and writes to host memory, under way
+        engine.works.append(lambda: self._moving > 0)
         self.written = self._tell
         self.forward: Event | None = None  # the last one's end
         engine.handlers[MovePrefixes] = engine.current(lambda _, message: self.move(message))
@@ -63,12 +65,15 @@ class TierMover:
         waits = [traffic.tier(one.tier, one.nbytes, one.objects, one.node, gpu=gpu) for one in message.reads]
         if message.nbytes or message.writes:
             out = self._out(message.nbytes)
+            self._moving += 1
             then(out, partial(self._engine.guard, self._write, message))
             if message.blocking:
                 waits.append(out)
         if not waits:
             return clock.timeout(0)
         read: Event = clock.all_of(waits)
+        self._moving += 1
+        then(read, self._moved)
         if gpu:
             before = self.load
             self._load = read if before is None else clock.all_of([before, read])
@@ -82,7 +87,11 @@ class TierMover:
         then(self.forward, lambda: then(traffic.offload(nbytes), lambda: fire(done)))
         return done
 
+    def _moved(self) -> None:
+        self._moving -= 1
+
     def _write(self, message: MovePrefixes) -> None:
+        self._moved()
         self.written(message.number, "host")
         for one in message.writes:
             event = self._engine.traffic.tier(one.tier, one.nbytes, one.objects, out=True, gpu=False)

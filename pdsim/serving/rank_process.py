@@ -416,7 +416,7 @@ class EngineRank(RankProcess):
         return moved if self.scheduler is None else moved | self.scheduler.report()
 
     def working(self) -> bool:
-        """Return whether bytes move, a forward goes on, or pages in quarantine are waited for; or did so since."""
+        """Return whether bytes move, or an answer, a forward or pages in quarantine are awaited; or did so since."""
         return sum(works() for works in self.works) > 0  # each is asked, and forgets what it did
 
     def pool(self) -> KvPool:

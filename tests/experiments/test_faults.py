@@ -434,6 +434,7 @@ DEFAULT = (
         60011063,  # a process and the one before it sent equal messages
         73000618,  # what a rank said that cannot be read came when its instance had started again
         60005774,  # late messages outlast a short deadline
+        200034813,  # and so do late notices
         60015902,  # descriptors of large prompts took longer than a transfer may
     ],
 )

@@ -217,3 +217,11 @@ def test_a_pair_that_lives_must_serve_its_probe():
     known, outcome = causes([], dead=("prefill1.0",), probes=[[*pair, end] for pair, end in ends.items()])
     (what,) = known.unrecovered(outcome)
     assert what.startswith("prefill0 and decode1 live")
+
+
+@pytest.mark.parametrize(("count", "may"), [(9, False), (10, True)])
+def test_a_lease_ends_by_a_long_queue_of_probes(count, may):
+    end = "TransferTimeout: the lease of 0.03 s ended without a heartbeat of the reader"
+    probes = [["prefill0", "decode0", end], *[["prefill1", "decode1", "ok"]] * (count - 1)]
+    known, outcome = causes([], probes=probes, **job({"lease": 0.03, "heartbeat": 0.01, "proxy": 1e-3 + 1e-9}))
+    assert len([*known.unrecovered(outcome)]) == (not may)

@@ -65,11 +65,13 @@ class PullPrefillLeader(PrefillLeader):
         engine = scheduler.engine
         self._kept: dict[int, PrefillRequest] = {}  # in order, those included that are revoked
         self._moved: list[ReadDone] = []  # what decode hears with the next look
+        self._answering = 0  # rooms whose answers the host prepares
         self._leases = Timers(engine.clock, scheduler.job.engine.lease, self._lease_ends)
         self._fence = mover.fence
         self._fence.free = self._return
         # whether a rank looks at which pages a chunk has: there are hundreds
         self._names_pages = bool(engine.followers) or engine.rank.device.holds_bytes
+        engine.works.append(lambda: self._answering > 0)
         engine.handlers |= {ReadDone: self._read_done, Renew: engine.current(self._renew)}
 
     def drop(self, incarnation: str) -> None:
@@ -113,6 +115,7 @@ class PullPrefillLeader(PrefillLeader):
         # The router is told, and the lease begins, once the host has answered.
         room.state = "kept"
         self._kept[room.request.room] = room
+        self._answering += 1
         clock, seconds = self._scheduler.clock, self._scheduler.host.answer()
         if seconds:
             clock.call_at(clock.now + seconds, self._answer, room)
@@ -124,6 +127,7 @@ class PullPrefillLeader(PrefillLeader):
             self._revoke(number)
 
     def _answer(self, room: PrefillRequest) -> None:
+        self._answering -= 1
         number, destination = room.request.room, room.destination
         if self._kept.get(number) is not room or room.state == "revoked":
             return
