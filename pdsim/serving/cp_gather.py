@@ -15,7 +15,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from pdsim.core.errors import TransferError
+from pdsim.core.errors import PeerLost, TransferError, TransferTimeout
 from pdsim.kv.allgather import PaddedAllGather, Split, zigzag
 from pdsim.kv.contents import Contents
 from pdsim.kv.layout import KvLayout
@@ -99,6 +99,8 @@ class ForwardGather:
         return PaddedAllGather(self._rank, self._group, tensors.row, split.longest, self.memory, tensors.count, keep)
 
     def _fall_back(self, error: TransferError) -> None:
+        if isinstance(error, PeerLost | TransferTimeout):  # plain memory is no way out of a broken group
+            raise error
         self.memory, self.fallback = "plain", f"{type(error).__name__}: {error}"
 
     def _fill(self, split: Split, chunks: list[tuple[Chunk, int]], tensors: GatheredTensors, mine: Buffer) -> None:

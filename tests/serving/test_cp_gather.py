@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
-from experiments.serve import ServeOptions, job
+from experiments.serve import ServeOptions, job, specs
 from pdsim.models.llm import Llm, Side
 from pdsim.results.record import Result
 from pdsim.serving.settings import Workload
+from pdsim.serving.workload import Request
+from pdsim.sim.model import Model
 from pdsim.testing.cases import COLLECTIVE
 from tests.support.serving import GQA, MLA, POOL, configured, serve
 
@@ -81,3 +83,15 @@ def test_the_pool_grows_where_a_forward_needs_more():
     assert first == 64
     assert grown
     assert grown == sorted(grown)
+
+
+def test_a_group_that_one_never_joins_is_not_fallen_back_from():
+    config = configured(Side(tp=1, cp=2), Side(tp=1), GQA, kv=replace(POOL, gather="symmetric"), collective=LIBRARY)
+    ranks = specs(config, job(config, ServeOptions()), [Request(0.0, 4, 2)])
+    model = Model(config.hw, config.backend, limit=2 * LIBRARY.timeout, collective=LIBRARY)
+    killed = {"prefill0.0": 0.001, "prefill0.1": 0.001}
+    error = model.run(ranks, killed, {"prefill0.0": 0.002}).ranks["prefill0.0"].error
+    late = (
+        f"a collective of prefill0.0+prefill0.1 is not over after {LIBRARY.timeout:g} s; prefill0.1 had not called"
+    )
+    assert error == f"TransferTimeout: {late}"
