@@ -150,6 +150,9 @@ class Causes:
         # the silence of a rank that was killed before, and what one said, may be noticed after
         late = GRACE * ("nothing from" in error or "(MessageError" in error)
         since = born - late - 1.5 * self._scenario.job.deadline * ("nothing from" in error)
+        if "has left the group" in error:  # which ranks join when they start, and *born* is after their first gather
+            again = self._scenario.restart.get(name, 0.0)
+            since = again if again <= born else 0.0
         lost = any(
             start <= at and end >= since for other, start, end in losses if instance_of(other) == instance_of(name)
         )

@@ -150,12 +150,23 @@ class EndingChecker:
             for number, room in member.scheduler.rooms.items():
                 other = instance_of(room.request.prefill if isinstance(room, DecodeRequest) else room.request.decode)
                 over = max(self._ended.get(name, inf) for name in member.job.ranks(other))
-                if room.state in GIVEN_UP and over < member.clock.now - _PROVEN:
+                late = over < member.clock.now - _PROVEN and not self._loads(member, number)
+                if room.state in GIVEN_UP and late:
                     self._report("I12", f"{member.rank.name} waits for {other}, which is over, with room {number}")
         end(*more)
 
     def _lived(self, ranks: list[str], until: float) -> bool:
         return all(self._ended.get(name, inf) >= until for name in ranks)
+
+    def _loads(self, member: Any, number: int) -> bool:
+        # Whether a rank has a forward of the room that waits for what it reads from a tier, perhaps over a cut link.
+        for name in (member.rank.name, *member.followers):
+            own = self._members[name]
+            tiers: Any = own.worker.tiers if own.prefill else None
+            state = own.mover.sender._rooms.get(number) if tiers is not None and tiers.load is not None else None
+            if state is not None and state.planned:
+                return True
+        return False
 
     def _starts(self, member: Any, start: Callable[[Any], Any], room: Any) -> Any:
         started = start(room)

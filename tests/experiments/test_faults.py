@@ -420,6 +420,8 @@ DEFAULT = (
     70028322,
     70014767,  # decode ranks register at one instant, in another order if forwards are runs
     70030622,
+    200060522,  # a forward waits for a tier behind a cut link, and its room for that forward
+    200023799,  # a rank left its group before another had gathered once
 )
 """Seeds of campaigns without kinds in each scenario."""
 

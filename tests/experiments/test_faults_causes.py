@@ -210,6 +210,10 @@ def test_a_rank_ends_with_its_instance_router_or_group():
     ends = [("prefill0.1", 62.0), ("prefill0.1", 62.1), ("prefill0.0", 62.0)]
     assert [known.rank(name, error, at) for name, at in ends] == [True, False, False]
     assert not known.rank("prefill0.1", error.partition(";")[0], 62.0)
+    error, again = "PeerLost: prefill0.1 has left the group prefill0.0+prefill0.1", {"prefill0.0": 2.0}
+    known, _ = causes([], kill={"prefill0.1": 1.0}, restart=again)  # born once it has gathered
+    ends = [known.rank("prefill0.0", error, at, born) for at, born in ((1.6, 1.5), (0.9, 0.5), (2.6, 2.5))]
+    assert ends == [True, False, False]
 
 
 def test_a_pair_that_lives_must_serve_its_probe():
