@@ -44,7 +44,7 @@ def test_a_calibration_of_the_model_recovers_its_parameters(tmp_path, capsys):
     held = [row["operation"] for row in rows if row["held"] == "1"]
     assert (held.count("write"), held.count("read")) == (4, 2)
     out, err = capsys.readouterr()
-    assert err.startswith("calibrate mooncake_nvlink on 2xh200 (the model) begins, ")
+    assert err.startswith("calibrate ")
     assert not (tmp_path / "mooncake_nvlink-2xh200.partial.csv").exists()  # all of it is in the other file
     assert f"mooncake_nvlink-2xh200.csv, of 2 runs in {tmp_path}/runs" in out
     assert "jobs differ by 0.0% in the median" in out
