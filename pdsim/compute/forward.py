@@ -227,7 +227,7 @@ def forward_time(model: Llm, machine: Machine, compute: Compute, side: Side, dir
         near = min(ring, machine.gpus or ring)
         links = near - 1 if machine.interconnect.kind == "mesh" else 1  # of a mesh all carry a share at once
         rate = compute.allreduce_rate or links * machine.interconnect.rate or machine.host.tcp_rate
-        # 2 (n - 1) / n of the activations leave each rank, in 16 bits whatever the weights have
+        # 2 (n - 1) / n of the activations leave each rank, in 16 bits also with FP8 weights
         sent = reduced * model.layers * 2 * model.hidden / share
         token_allreduce = sent * (2 * (near - 1) / near / rate + byte)
         allreduce = reduced * model.layers * (compute.allreduce_latency + hops) / side.pp
