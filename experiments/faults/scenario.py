@@ -33,12 +33,8 @@ from experiments.faults.losses import (
 from experiments.faults.settings import (
     CHANGES,
     FULL,
-    GATHER_SIDES,
     LARGE,
-    LAYERED_SIDES,
     LONGEST,
-    SHARED_SIDES,
-    TIER_SIDES,
     another_engine,
     cached,
     crowded,
@@ -57,6 +53,22 @@ from experiments.faults.settings import (
     with_two_sizes,
 )
 from experiments.faults.shortcuts import compared, long_prompts, sleeping
+from experiments.faults.sides import (
+    GATHER_PAIRS,
+    GATHER_SIDES,
+    GROUPS,
+    LAYERED_SIDES,
+    PAIRS,
+    PIPELINES,
+    REPLICAS,
+    SEVERAL_WRITERS,
+    SHARED_SIDES,
+    SIDES,
+    STAGED_PAIRS,
+    STAGED_SIDES,
+    TIER_SIDES,
+    WIDE_SIDES,
+)
 from pdsim.compute.forward import Compute
 from pdsim.config import Config
 from pdsim.hardware.costs import Engine, EngineModel
@@ -185,74 +197,6 @@ _POLICIES = (
     Policy(metadata="control", metadata_memory="host"),
 )
 _STAGING_POLICIES = tuple(policy for policy in _POLICIES if policy.staging)
-_SIDES = (  # prefill and decode
-    (Side(tp=1), Side(tp=1)),
-    (Side(tp=2), Side(tp=2)),
-    (Side(tp=2), Side(tp=1)),
-    (Side(tp=1), Side(tp=2)),
-    (Side(tp=1), Side(tp=4)),
-    (Side(tp=4), Side(tp=2)),
-    (Side(tp=2), Side(tp=4)),
-    (Side(tp=1, instances=2), Side(tp=2)),
-    (Side(tp=2), Side(tp=1, instances=2)),
-    (Side(tp=1, instances=2), Side(tp=1, instances=2)),
-    (Side(tp=1, pp=2), Side(tp=1)),
-    (Side(tp=1, cp=2), Side(tp=2)),
-    (Side(tp=2, dp=2), Side(tp=1)),
-)
-_WIDE_SIDES = (
-    (Side(tp=1, pp=2, cp=2), Side(tp=1)),
-    (Side(tp=1, pp=2, cp=2), Side(tp=2, pp=2)),
-    (Side(tp=2, pp=2), Side(tp=1, pp=2)),
-    (Side(tp=1, pp=2), Side(tp=2, dp=2, pp=2)),
-    (Side(tp=1), Side(tp=2, dp=2)),
-    (Side(tp=2, dp=2), Side(tp=2, dp=2)),
-    (Side(tp=4, dp=2), Side(tp=4, dp=2)),
-    (Side(tp=1, instances=3), Side(tp=1, instances=3)),
-    (Side(tp=1, cp=2, instances=2), Side(tp=2, instances=2)),
-)
-_REPLICAS = (  # of two heads
-    (Side(tp=1), Side(tp=4)),
-    (Side(tp=1, instances=2), Side(tp=4)),
-    (Side(tp=4), Side(tp=1)),
-    (Side(tp=4), Side(tp=1, instances=2)),
-)
-_GROUPS = (
-    (Side(tp=2, dp=2), Side(tp=1, instances=2)),
-    (Side(tp=2, dp=2), Side(tp=2)),
-    (Side(tp=4, dp=4), Side(tp=1, instances=2)),
-)
-_STAGED_SIDES = (
-    (Side(tp=2), Side(tp=1)),
-    (Side(tp=1), Side(tp=2)),
-    (Side(tp=4), Side(tp=2)),
-    (Side(tp=2, instances=2), Side(tp=4)),
-)
-_SEVERAL_WRITERS = (
-    (Side(tp=2), Side(tp=1)),
-    (Side(tp=4), Side(tp=2)),
-    (Side(tp=4), Side(tp=1)),
-    (Side(tp=2, instances=2), Side(tp=1)),
-    (Side(tp=1), Side(tp=2)),
-)
-_PIPELINES = (
-    (Side(tp=2, pp=2), Side(tp=1)),
-    (Side(tp=1, pp=2), Side(tp=2)),
-    (Side(tp=2, pp=2), Side(tp=4)),
-    (Side(tp=1, pp=2, instances=2), Side(tp=2)),
-)
-_PAIRS = (  # of several instances on at least one side
-    (Side(tp=1, instances=2), Side(tp=1, instances=2)),
-    (Side(tp=2, instances=2), Side(tp=1, instances=2)),
-    (Side(tp=1, instances=3), Side(tp=2)),
-    (Side(tp=1), Side(tp=2, instances=3)),
-)
-_STAGED_PAIRS = (
-    (Side(tp=2, instances=2), Side(tp=1, instances=2)),
-    (Side(tp=1, instances=3), Side(tp=2)),
-    (Side(tp=1, instances=2), Side(tp=2, instances=2)),
-)
-_GATHER_PAIRS = ((Side(tp=1, cp=2, instances=2), Side(tp=1, instances=2)),)
 _MESSAGE_POLICIES = (  # which tell of arrivals and metadata by messages
     Policy(metadata="control", notify="message"),
     Policy(queues=2, metadata="control", notify="poll"),
@@ -309,7 +253,7 @@ def draw(
         config = crowded(config, random("crowds"))
     if "runs" in kinds:
         prefill, decode = chosen(
-            "runs.sides", [pair for pair in _SIDES if max(pair[0].pp, pair[0].cp, pair[0].dp) == 1]
+            "runs.sides", [pair for pair in SIDES if max(pair[0].pp, pair[0].cp, pair[0].dp) == 1]
         )
         config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
         config = replace(config, scheduler=replace(config.scheduler, chunk=chosen("runs.chunk", (8, 16, 32))))
@@ -317,18 +261,18 @@ def draw(
         prefill, decode = chosen("layerwise", LAYERED_SIDES)
         config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
     if "layouts" in kinds:
-        prefill, decode = chosen("layouts", _WIDE_SIDES)
+        prefill, decode = chosen("layouts", WIDE_SIDES)
         special = random("layouts.replicas").random()
         if special < 0.2:  # heads on several ranks of a side
-            prefill, decode = chosen("layouts.heads", _REPLICAS)
+            prefill, decode = chosen("layouts.heads", REPLICAS)
             config = replace(config, model=replace(_LLM, kv_heads=2))
         elif special < 0.4:  # decode asks which prefill group has a room
-            prefill, decode = chosen("layouts.groups", _GROUPS)
+            prefill, decode = chosen("layouts.groups", GROUPS)
         config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
     if {"rings", "stages"} & {*kinds}:
-        prefill, decode = chosen("rings", _SEVERAL_WRITERS if "stages" in kinds else _STAGED_SIDES)
+        prefill, decode = chosen("rings", SEVERAL_WRITERS if "stages" in kinds else STAGED_SIDES)
         if random("rings.pipeline").random() < 0.35:  # blocks of several stages
-            prefill, decode = chosen("rings.stages", _PIPELINES)
+            prefill, decode = chosen("rings.stages", PIPELINES)
         config = replace(config, parallel=Parallel(prefill=prefill, decode=decode), model=_LLM)
     if "nodes" in kinds:
         config = on_two_nodes(config)
@@ -353,12 +297,12 @@ def draw(
         config = replace(config, model=_LLM)
     both = config.parallel.prefill, config.parallel.decode
     if "changes" in kinds and max(side.instances * side.dp for side in both) == 1:  # somebody serves meanwhile
-        prefill, decode = chosen("changes.sides", _GATHER_PAIRS if gathers else _PAIRS)
+        prefill, decode = chosen("changes.sides", GATHER_PAIRS if gathers else PAIRS)
         if "stages" in kinds:
-            prefill, decode = chosen("changes.staged", _STAGED_PAIRS)
+            prefill, decode = chosen("changes.staged", STAGED_PAIRS)
         config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
     elif {"users", "moments"} & {*kinds} and max(side.instances * side.dp for side in both) == 1:
-        prefill, decode = chosen("users.sides", _GATHER_PAIRS if gathers else _PAIRS)
+        prefill, decode = chosen("users.sides", GATHER_PAIRS if gathers else PAIRS)
         if random("users.pair").random() < 0.5 and not {"stages", "rings", "layerwise", "runs", "shares"} & {*kinds}:
             config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
     kinds_of_users = {"moments", "users"} & {*kinds} and "stages" not in kinds
@@ -367,14 +311,14 @@ def draw(
         prefill, decode = chosen("tiers.pair", TIER_SIDES)
         config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
     elif not own_sides and kinds_of_users and random("query.sides").random() < 0.8:
-        prefill, decode = chosen("query.pair", _GROUPS)
+        prefill, decode = chosen("query.pair", GROUPS)
         config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
     if "sizes" in kinds and not {"caches", "held"} & set(kinds):  # which need equal pages
         config = with_two_sizes(config, random("sizes"))
     if "drafts" in kinds:
         config = drafting(config, random("drafts"))
     both = config.parallel.prefill, config.parallel.decode
-    asks = config.parallel.prefill.dp > 1 and (random("query").random() < 0.5 or both in _GROUPS)
+    asks = config.parallel.prefill.dp > 1 and (random("query").random() < 0.5 or both in GROUPS)
     job = serve.job(config, serve.ServeOptions(deadline=DEADLINE, dp_rank="query" if asks else "room"))
     job = _squeezed(job, geometry, chosen("policies", _MESSAGE_POLICIES) if "policies" in kinds else None)
     if {"rings", "stages"} & {*kinds} and job.staging is None:
@@ -581,7 +525,7 @@ def attempt(scenario: Scenario) -> Tried:
 
 
 def _config(seed: int, random: np.random.Generator) -> Config:
-    prefill, decode = _SIDES[random.integers(len(_SIDES))]
+    prefill, decode = SIDES[random.integers(len(SIDES))]
     model = _MODELS[random.integers(len(_MODELS))]
     return Config(
         target="model",

@@ -28,34 +28,6 @@ LONGEST = 24, 8
 LARGE = 64
 """Tokens in the place of one."""
 
-GATHER_SIDES = (
-    (Side(tp=1, cp=2), Side(tp=2)),
-    (Side(tp=2, cp=2), Side(tp=1)),
-    (Side(tp=1, cp=4), Side(tp=1, instances=2)),
-    (Side(tp=1, cp=2, instances=2), Side(tp=2)),
-)
-SHARED_SIDES = (
-    (Side(tp=1, cp=4), Side(tp=1)),
-    (Side(tp=1, cp=3), Side(tp=2)),
-    (Side(tp=2, cp=2), Side(tp=1)),
-    (Side(tp=1, cp=2), Side(tp=1, instances=2)),
-    (Side(tp=2, cp=2), Side(tp=1, instances=2)),
-)
-TIER_SIDES = (
-    (Side(tp=2), Side(tp=1)),
-    (Side(tp=4), Side(tp=2)),
-    (Side(tp=1, instances=2), Side(tp=1)),
-    (Side(tp=2, instances=2), Side(tp=1, instances=2)),
-)
-LAYERED_SIDES = (  # some ranks write nothing: of latent models, and of context-parallel ones
-    (Side(tp=1), Side(tp=1)),
-    (Side(tp=2), Side(tp=1)),
-    (Side(tp=1, cp=2), Side(tp=2)),
-    (Side(tp=4), Side(tp=2)),
-    (Side(tp=1, pp=2), Side(tp=1, instances=2)),
-)
-"""Prefill and decode."""
-
 FULL = 1 << 16
 """Bytes of a symmetric pool for which one rank has not enough memory, and enough to gather without it."""
 

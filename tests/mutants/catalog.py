@@ -273,13 +273,13 @@ def kills_the_second(original: Any, random: Any, kinds: Any, *more: Any) -> Any:
 
 ELEVEN = (
     (scenarios, "losses", kills_the_second),
-    (scenarios, "_SIDES", ((Side(tp=1), Side(tp=1, instances=11)),)),
+    (scenarios, "SIDES", ((Side(tp=1), Side(tp=1, instances=11)),)),
     (scenarios, "_MACHINE", replaced(scenarios._MACHINE, gpus=16)),
 )
 """So many instances that the name of one begins like that of another: decode1 and decode10."""
 
 TWO_STAGED = (
-    (scenarios, "_SIDES", ((Side(tp=1, instances=2), Side(tp=2)),)),
+    (scenarios, "SIDES", ((Side(tp=1, instances=2), Side(tp=2)),)),
     (scenarios, "_POLICIES", (Policy(queues=1, staging=True),)),
 )
 """Ranks of two prefill instances that have slots in the same rings."""
