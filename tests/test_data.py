@@ -10,9 +10,10 @@ import pytest
 from pdsim.config.presets import ROOFLINE
 from pdsim.core import files
 from pdsim.core.files import data
-from pdsim.results.evidence import BLIND, SERVERS
+from pdsim.results.evidence import FACTORS, SERVERS
 from pdsim.validation.sealed import unseal
-from tools import served, tables, validation
+from pdsim.validation.verdicts import grouped
+from tools import served, tables, transferred, validation
 
 LIVE = ("live/**/expected-*.json", "live/**/second-*.json", "live/*.json")
 PATTERNS = (*LIVE, "validation/*/expectations.json*")
@@ -34,8 +35,15 @@ def test_a_probe_names_the_hash_of_its_predictions(path):
     assert hashlib.sha256(gzip.decompress(sealed.read_bytes())).hexdigest() == sha256
 
 
-def test_sealed_validations_give_intervals_and_campaigns():
-    assert validation.blind(validation._stored()) == BLIND
+def test_sealed_transfers_give_the_factors_that_hold_them():
+    every = transferred.points()
+    assert transferred.factors(every) == FACTORS
+    for own in grouped(every, lambda point: point.cause).values():
+        inside = [each for here in transferred.held(own) for each in here]
+        assert 90 <= round(100 * sum(inside) / len(inside)) <= 98
+
+
+def test_sealed_loads_give_the_campaigns():
     assert validation.campaigns() == validation.CAMPAIGNS.read_text(encoding="utf-8")
 
 

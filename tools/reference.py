@@ -13,8 +13,8 @@ The other parts stand each between two HTML comments of their page:
   the laws of simulation; docs/faults.md: the kinds of faults and the invariants.
 - docs/validation.md and data/validation/README.md: what `tools.validation` says, figures of
   reports, and big models.
-- docs/validation.md: whole servers beside AISimulate, from `data/benchmarks/scorecard.csv`, and `tools.served`,
-  which writes data/live/README.md, too.
+- docs/validation.md: whole servers beside AISimulate, from `data/benchmarks/scorecard.csv`; intervals, from
+  `tools.transferred` and `tools.served`, which writes data/live/README.md, too.
 - docs/deployments.md: flags of serving engines, from `pdsim.recipes`.
 - docs/performance.md: CPU time beside AISimulate, from `data/benchmarks/peers.csv`.
 - README.md: the output of its first command and what staging changes, on the model, where one seed gives the same
@@ -51,7 +51,7 @@ from pdsim.recipes import known
 from pdsim.results.schema import INSTANTS, LIVE, OPTIONAL, REQUESTS, SAMPLES, TRANSFERS, Column
 from pdsim.verify.invariants import INVARIANTS
 from pdsim.verify.laws import LAWS
-from tools import faults_model, faults_real, scorecard, served, validation
+from tools import faults_model, faults_real, scorecard, served, transferred, validation
 from tools.big_models import CAUSES
 from tools.tables import markdown, rows
 
@@ -258,6 +258,7 @@ PARTS: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
     "figures": ("docs/validation.md", figures),
     "big models": ("docs/validation.md", big_models),
     "transfers": ("docs/validation.md", validation.transfers),
+    "transferred": ("docs/validation.md", transferred.table),
     "serving engines": ("docs/validation.md", validation.serving),
     "list": ("data/validation/README.md", validation.provenance),
     "flags": ("docs/deployments.md", flags),

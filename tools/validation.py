@@ -8,7 +8,6 @@
 or predicted here: the two are compared as they were kept.  Figures need matplotlib, the extra ``report``.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +16,7 @@ from typing import Any
 from experiments.validate import ValidateOptions, bounds
 from pdsim.results import drawing
 from pdsim.results.drawing import Figure, Marks, Panel, Scale
-from pdsim.results.evidence import WHOLE, cause
 from pdsim.validation.agreement import agreement
-from pdsim.validation.intervals import blind_error
 from pdsim.validation.sealed import EXPECTED, MEASURED, predictions, read
 from pdsim.validation.verdicts import Class, Compared, Value, by_class, compare
 from tools import live_data
@@ -72,48 +69,17 @@ def transfers() -> Iterator[str]:
 def _reached(folders: Sequence[Path]) -> Iterator[str]:
     made = [read(predictions(folder)) for folder in folders]
     rows: dict[str, dict[int, Class]] = {}
-    covered: dict[str, list[tuple[bool, bool]]] = {}
     for number, folder in enumerate(folders):
-        both, others = _both(folder), blind([other for other in folders if other != folder])
-        for each in by_class(both, bounds(ValidateOptions()), made[number]["seed"]):
+        for each in by_class(_both(folder), bounds(ValidateOptions()), made[number]["seed"]):
             rows.setdefault(each.name, {})[number] = each
-        for one in both:
-            if one.covered is not None:
-                covered.setdefault(one.predicted.group, []).append((one.covered, _holds(one, others)))
     names = [f"`{expected['backend']}` on {expected['hw']}" for expected in made]
     cells = [
-        [
-            name,
-            _bound(next(iter(of.values()))),
-            *(_error(of.get(number)) for number in range(len(made))),
-            *(f"{sum(held)}/{len(held)}" for held in zip(*covered.get(name, ()), strict=True)),
-        ]
+        [name, _bound(next(iter(of.values()))), *(_error(of.get(number)) for number in range(len(made)))]
         for name, of in rows.items()
     ]
     yield "Median of the absolute error in per cent, 95th percentile in brackets; bold is beyond its bound."
-    yield "The last column adds to each interval what the other validations missed, of handoffs that alone."
     yield ""
-    yield from markdown(["class", "bound %", *names, "in sealed 95 % interval", "with blind errors"], cells)
-
-
-def blind(folders: Sequence[Path]) -> dict[str, float]:
-    """Return, by cause, what measurements of the validations in *folders* deviate from their sealed predictions."""
-    deviations: dict[str, list[float]] = {}
-    for one in (one for folder in folders for one in _both(folder)):
-        deviations.setdefault(cause(one.predicted.group), []).append(one.measured / one.predicted.value - 1.0)
-    return {name: round(blind_error(each), 3) for name, each in deviations.items()}
-
-
-def _holds(one: Compared, errors: Mapping[str, float]) -> bool:
-    # Whether its interval, with what the other validations deviate by, holds what was measured.
-    value, low, high = one.predicted.value, one.predicted.low, one.predicted.high
-    assert low is not None
-    assert high is not None
-    name = cause(one.predicted.group)
-    error = errors[name] * value
-    if name in WHOLE:
-        low = high = value
-    return value - math.hypot(value - low, error) <= one.measured <= value + math.hypot(high - value, error)
+    yield from markdown(["class", "bound %", *names], cells)
 
 
 def provenance() -> Iterator[str]:

@@ -34,7 +34,7 @@ from pdsim.transfer import TransferRecord
 from pdsim.transfer.job import Target
 from pdsim.transfer.log import endpoints
 from pdsim.validation import sealed
-from pdsim.validation.intervals import predicted, variants
+from pdsim.validation.intervals import spanned
 from pdsim.validation.sealed import EXPECTED, MEASURED, keep, read, seal, values_in
 from pdsim.validation.verdicts import Value, mean
 
@@ -243,20 +243,15 @@ SYSTEM = ("model", "parallel", "workload", "kv", "policy", "scheduler", "compute
 
 def expect(config: Config, design: Parts, folder: Path, progress: ShowProgress = silent) -> None:
     """Write the predictions for *design* safely to disk; *progress* counts simulations."""
-    seconds: list[float] = []  # that a job of each part takes, on the model, and then of its variants
-    count = len(design) * (1 + 2 * len(list(variants(config))))
-
-    def predict(of: Config) -> list[Value]:
-        every: list[Value] = []
-        for one in design:
-            progress(len(seconds) / count, f"predicting {one.name}, simulation {len(seconds) + 1} of {count}")
-            model = Model(of.hw, of.backend, seed=of.seed, collective=of.collective)
-            result = run_part(replace(of, target="model", memory="timing", launch=Launch()), one, model)
-            seconds.append(result.outcome.seconds if result.outcome is not None else 0.0)
-            every += values(one.name, result)
-        return every
-
-    known = [asdict(value) for value in predicted(config, predict)]
+    seconds: list[float] = []  # that a job of each part takes, on the model
+    every: list[Value] = []
+    for number, one in enumerate(design, 1):
+        progress(len(seconds) / len(design), f"predicting {one.name}, simulation {number} of {len(design)}")
+        model = Model(config.hw, config.backend, seed=config.seed, collective=config.collective)
+        result = run_part(replace(config, target="model", memory="timing", launch=Launch()), one, model)
+        seconds.append(result.outcome.seconds if result.outcome is not None else 0.0)
+        every += values(one.name, result)
+    known = [asdict(value) for value in spanned(config, every)]
     expected = [{key: item for key, item in value.items() if item not in (None, ())} for value in known]
     content = {
         "written": _now(),
@@ -267,7 +262,7 @@ def expect(config: Config, design: Parts, folder: Path, progress: ShowProgress =
         "seed": config.seed,
         "system": _system(config),
         "design": [_written(part) for part in design],
-        "seconds": seconds[: len(design)],
+        "seconds": seconds,
         "expected": expected,
     }
     keep(folder / EXPECTED, seal(content))

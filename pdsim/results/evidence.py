@@ -255,35 +255,67 @@ def host_note(config: Config, transfers: Sequence[TransferRecord]) -> list[str]:
     ]
 
 
-BLIND = {
-    "pair": 0.179,
-    "pair, read": 0.19,
-    "bidirectional": 0.513,
-    "handoff": 0.593,
-    "metadata": 0.393,
-    "serve": 0.089,
+FACTORS = {
+    "small": 1.34,
+    "large": 1.13,
+    "apart": 1.36,
+    "shared": 2.33,
+    "handoff": 1.74,
+    "thread small": 1.36,
+    "thread large": 1.3,
+    "thread shared": 2.88,
+    "bare small": 1.22,
+    "bare large": 1.11,
+    "bare shared": 1.99,
+    "bare thread small": 1.83,
+    "bare thread large": 1.55,
+    "bare thread shared": 2.91,
 }
-"""What 95 of 100 measurements of sealed validations deviate from their predictions, relative, by cause."""
+"""What 95 of 100 sealed predictions of transfers were within, predicted over measured or its inverse, by class.
 
-WHOLE = ("handoff", "metadata", "serve")
-"""Causes of many transfers: their blind error alone holds 95 %, and the parameters' ends would double the width."""
+``small``: one transfer at a time of less than `LARGE` bytes; ``apart``: several, of each GPU to one other;
+``shared``: all others.  ``thread``: NIXL with its progress thread; ``bare``: programs that call the library.
+``python -m tools.transferred`` derives them.
+"""
+
+LARGE = 10_000_000
+_KINDS = {
+    "small": "for one transfer at a time",
+    "large": f"from {LARGE / 1e6:g} MB on",
+    "apart": "for several from GPU to GPU",
+    "shared": "for others at once",
+}
+_MANY = ("handoff", "metadata", "serve")
+_IN_FLIGHT = re.compile(r" c(?!1\b)\d")
 
 
-def cause(group: str) -> str:
-    """Return which of `BLIND` the deviations of class *group* have; where several transfers share, those of two."""
-    name = group if group in BLIND else group.partition(",")[0]
-    return name if name in BLIND else "bidirectional"
+def cause(software: str, group: str, label: str, nbytes: int, threads: int = 1) -> str:
+    """Return which of `FACTORS` holds for a transfer of *nbytes* of class *group*, posted by *threads* of a rank.
+
+    >>> cause("", "pair, read", "pair 1x4096 c1 read", 4096), cause("thread", "pair", "pair 1x4096 c2", 4096)
+    ('small', 'thread shared')
+    """
+    name = group.partition(",")[0]
+    if name in _MANY:
+        return "handoff"
+    kind = "shared"
+    if name == "pair" and threads == 1 and not _IN_FLIGHT.search(label):
+        kind = "large" if nbytes >= LARGE else "small"
+    elif name in ("pair", "pairs", "bidirectional") and threads == 1 and not software:
+        kind = "apart"
+    return f"{software} {kind}".strip()
+
+
+def software(config: Config) -> str:
+    """Return whose classes of `FACTORS` those of *config* are: thread, bare, both, or none of them."""
+    bare = config.calibration is not None and "_bare-" in config.calibration.name
+    thread = config.backend.options.get("progress_thread") == "true"
+    return " ".join(name for name, of in (("bare", bare), ("thread", thread)) if of)
 
 
 VALIDATED = ("nvlink", "mooncake_nvlink", "nixl")
 """Choices of ``backend`` whose transfers within a node of H100 or H200 were predicted, sealed and then measured."""
 
-_TRANSFERS = {
-    "writes of a pair": "pair",
-    "reads": "pair, read",
-    "several at once": "bidirectional",
-    "handoffs": "handoff",
-}
 TITLES = {"ttft_p50": "TTFT p50", "tpot_p50": "TPOT p50", "e2e_p50": "end to end p50"}
 """Metrics whose intervals a run prints; a capacity is as far off as the end-to-end time."""
 
@@ -374,8 +406,12 @@ def of_transfers(config: Config, transfers: Sequence[TransferRecord]) -> list[st
     if config.hw.nodes > 1 or gpu not in ("H100", "H200") or name not in VALIDATED:
         where = "between nodes" if config.hw.nodes > 1 else f"on {gpu}"
         return [f"95 % interval: not known, no transfers of {name} {where} were predicted and then measured"]
-    off = ", ".join(f"{kind} {100 * BLIND[key]:.0f} %" for kind, key in _TRANSFERS.items())
-    return [f"95 % interval: {off}, as sealed predictions of {', '.join(VALIDATED)} on H100 and H200 were off"]
+    whose = software(config)
+    known = {kind: FACTORS.get(f"{whose} {kind}".strip()) for kind in ("small", "large", "apart", "shared")}
+    texts = [f"{factor:g} {_KINDS[kind]}" for kind, factor in known.items() if factor]
+    return [
+        f"95 % interval: over and times {', '.join(texts)}, as sealed predictions{whose and f' ({whose})'} were off"
+    ]
 
 
 def line(accuracy: Mapping[str, Any], metrics: Mapping[str, Any], *, between: bool) -> str:

@@ -33,7 +33,7 @@ class Value:
     quantity: str  # "time" in seconds, or "rate" in bytes/s
     nbytes: int  # of a transfer
     value: float
-    low: float | None = None  # of a prediction: 95 %, from the calibration's uncertainty
+    low: float | None = None  # of a prediction: 95 %
     high: float | None = None
     per_job: tuple[float, ...] = ()  # of a measurement: that of each job, whose geometric mean *value* is
     descriptors: int = 0  # of a transfer; 0: not of one
@@ -301,7 +301,7 @@ def prediction_table(values: Sequence[Value]) -> Table:
         "least": "of them",
         "median": "",
         "most": "",
-        "within %": "median of half the 95 % interval that the calibration's uncertainty leaves, of the prediction",
+        "within %": "median of half the 95 % interval, of the prediction",
     }
     rows: list[list[Any]] = []
     for (name, quantity), group in grouped(values, lambda value: (value.group, value.quantity)).items():

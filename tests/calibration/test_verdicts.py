@@ -9,9 +9,8 @@ import pytest
 from pdsim.calibration.definition import Calibration, HeldOut
 from pdsim.config import Config
 from pdsim.core.errors import ConfigError
-from pdsim.hardware.costs import Ramp
-from pdsim.results.evidence import BLIND, cause
-from pdsim.validation.intervals import predicted, variants
+from pdsim.results.evidence import FACTORS
+from pdsim.validation.intervals import spanned
 from pdsim.validation.sealed import seal, unseal
 from pdsim.validation.verdicts import Bound, Value, by_class, by_decade, compare, metrics, tables
 from tests.support.configs import make_config
@@ -85,40 +84,35 @@ def calibrated(path, **about: Any) -> Config:
     return replace(make_config(path), calibration=Calibration(name="fit", hw=("toy",), backend=("fast",), **about))
 
 
-def costs(config: Config) -> list[Value]:
-    return [value(config.backend.intra.call + config.backend.intra.descriptor)]
+CAUSES = [
+    ("pair", "pair 1x4096 c1", 4096, "small"),
+    ("pair, read", "pair 1x99999999 c1 read", 99_999_999, "large"),
+    ("pair", "pair 1x4096 c16", 4096, "apart"),
+    ("bidirectional, total rate", "bidirectional 1x4096 c1", 4096, "apart"),
+    ("incast", "incast:3 1x4096 c1, rank1 to rank0", 4096, "shared"),
+    ("handoff, whole", "1to2 whole 512 tokens", 0, "handoff"),
+]
 
 
-def test_intervals_are_tried_at_both_ends_of_all_steps(tmp_path):
-    spans = {"backend.intra.call": ("4us", "8us"), "backend.intra.descriptor": ("1us", "4us")}
-    (one,) = predicted(calibrated(tmp_path, intervals=spans), costs)
-    assert one.value == pytest.approx(6e-6)
-    blind = 6e-6 * BLIND["pair"]
-    assert one.low == pytest.approx(6e-6 - math.hypot(1e-6, blind))
-    assert one.high == pytest.approx(6e-6 + math.hypot(3e-6, 3e-6, blind))
-    ends = ("2 x 1us and 64 x 0.1us", "4 x 2us and 100 x 0.2us")
-    ((_, low, high),) = variants(calibrated(tmp_path, intervals={"backend.intra.ramp": ends}))
-    assert low.backend.intra.ramp == (Ramp(first=2, extra=1e-6), Ramp(first=64, extra=1e-7))
-    assert high.backend.intra.ramp == (Ramp(first=4, extra=2e-6), Ramp(first=100, extra=2e-7))
-
-
-GROUPS = [("pair", "pair"), ("pair, read", "pair, read"), ("handoff, whole", "handoff"), ("incast", "bidirectional")]
-
-
-def test_the_blind_error_of_handoffs_is_their_interval(tmp_path):
-    config = calibrated(tmp_path, intervals={"backend.intra.call": ("1us", "90us")})
-    (one,) = predicted(config, lambda config: [value(config.backend.intra.call, group="handoff, whole")])
-    assert one.high == pytest.approx(5e-6 * (1.0 + BLIND["handoff"]))
-
-
-@pytest.mark.parametrize(("group", "name"), GROUPS)
-def test_what_the_fit_missed_adds_to_the_interval(tmp_path, group, name):
-    assert cause(group) == name
-    error = math.hypot(0.3, BLIND[name])
-    (one,) = predicted(calibrated(tmp_path, p95=0.3), lambda _: [value(1.0, group=group)])
-    assert (one.low, one.high) == (pytest.approx(1.0 - error), pytest.approx(1.0 + error))
-    (one,) = predicted(make_config(tmp_path), lambda _: [value(1.0, group=group)])
+@pytest.mark.parametrize(("group", "label", "nbytes", "name"), CAUSES)
+def test_an_interval_is_the_factor_of_its_class(tmp_path, group, label, nbytes, name):
+    at = replace(value(2.0, label, group), nbytes=nbytes)
+    (one,) = spanned(calibrated(tmp_path, p95=0.01), [at])
+    assert (one.low, one.high) == (pytest.approx(2.0 / FACTORS[name]), pytest.approx(2.0 * FACTORS[name]))
+    (one,) = spanned(calibrated(tmp_path, p95=2.5), [at])  # what the fit missed is more
+    assert (one.low, one.high) == (pytest.approx(2.0 / 3.5), pytest.approx(2.0 * 3.5))
+    (one,) = spanned(make_config(tmp_path), [at])
     assert (one.low, one.high) == (None, None)
+
+
+def test_threads_and_bare_libraries_have_their_own_factors(tmp_path):
+    config = calibrated(tmp_path, p95=0.01)
+    threaded = replace(config, backend=replace(config.backend, options={"progress_thread": "true"}))
+    bare = replace(threaded, calibration=replace(config.calibration, name="nixl_bare-2xh200"))
+    posters = replace(config, backend=replace(config.backend, threads=3))
+    for of, name in ((threaded, "thread small"), (bare, "bare thread small"), (posters, "shared")):
+        (one,) = spanned(of, [value(1.0)])
+        assert one.high == pytest.approx(FACTORS[name])
 
 
 @pytest.mark.parametrize(
@@ -127,24 +121,14 @@ def test_what_the_fit_missed_adds_to_the_interval(tmp_path, group, name):
         (1024, 4, 2, 1.0),
         (256, 4, 2, 4.0),
         (1 << 20, 4, 2, 2.0),
+        (1024, 4, 4, 1.0),  # as in blind predictions, if not in samples
         (1024, 4, 99, 2.0),  # no more GPUs take part than there are
-        (1024, 8, 4, 4.0),
+        (1024, 8, 8, 4.0),
     ],
 )
 def test_an_interval_grows_beyond_the_samples(tmp_path, nbytes, descriptors, gpus, factor):
     config = calibrated(tmp_path, p95=0.1, descriptors=(1, 4), bytes=(1024, 1 << 19), gpus=(2, 2))
-    config = replace(config, hw=replace(config.hw, nodes=1, gpus=4))
-    at = replace(value(1.0, nbytes=nbytes), descriptors=descriptors, gpus=gpus)
-    (one,) = predicted(config, lambda _: [at])
-    reach = math.hypot(0.1, BLIND["pair"]) * (1.0 + math.log2(factor))
-    assert (one.factor, one.low, one.high) == (factor, pytest.approx(1.0 - reach), pytest.approx(1.0 + reach))
-
-
-def test_hosts_are_a_parameter_unless_one_is_given(tmp_path):
-    hosts = {"hosts": (0.8, 1.0, 1.5)}
-    (one,) = predicted(calibrated(tmp_path, **hosts), lambda config: [value(config.backend.intra.call)])
-    blind = 5e-6 * BLIND["pair"]
-    ends = 5e-6 - math.hypot(1e-6, blind), 5e-6 + math.hypot(2.5e-6, blind)
-    assert (one.low, one.high) == (pytest.approx(ends[0]), pytest.approx(ends[1]))
-    (one,) = predicted(calibrated(tmp_path, **hosts, host=3.0), lambda config: [value(config.backend.intra.call)])
-    assert (one.low, one.factor) == (None, 2.0)
+    config = replace(config, hw=replace(config.hw, nodes=1, gpus=8))
+    (one,) = spanned(config, [replace(value(1.0, nbytes=nbytes), descriptors=descriptors, gpus=gpus)])
+    reach = FACTORS["small"] ** (1.0 + math.log2(factor))
+    assert (one.factor, one.low, one.high) == (factor, pytest.approx(1.0 / reach), pytest.approx(reach))

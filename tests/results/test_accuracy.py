@@ -9,6 +9,8 @@ import pytest
 from pdsim.config.compose import compose
 from pdsim.results.evidence import SERVERS, line, of_servers, of_transfers
 
+ONE = "for one transfer at a time, 1.13 from 10 MB on"
+THREADED = "for one transfer at a time, 1.3 from 10 MB on, 2.88 for others at once, as sealed predictions (thread)"
 COLOCATED = "experiment.deployment=colocated"
 
 
@@ -43,10 +45,8 @@ def test_an_interval_is_a_factor_both_ways():
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (
-            "hw=8xh200 backend=nvlink",
-            "writes of a pair 18 %, reads 19 %, several at once 51 %, handoffs 59 %, as sealed",
-        ),
+        ("hw=8xh200 backend=nvlink", f"over and times 1.34 {ONE}, 1.36 for several"),
+        ("hw=8xh200 backend=nixl backend.options.progress_thread=true", f"over and times 1.36 {THREADED}"),
         ("hw=8xh20", "not known, no transfers of mooncake_nvlink on H20 were"),
         ("hw=2x8xh200", "not known, no transfers of mooncake between nodes were"),
     ],
