@@ -26,6 +26,7 @@ from pdsim.config import Config, ExperimentOptions, canonical
 from pdsim.core.errors import ConfigError, RunWarning
 from pdsim.core.progress import ShowProgress
 from pdsim.core.units import Frequency, NotNegative, PositiveInt
+from pdsim.results.evidence import of_servers
 from pdsim.results.record import Result
 from pdsim.serving.requests import RequestTable
 from pdsim.serving.settings import Slo
@@ -164,6 +165,7 @@ def run(config: Config, _: Target, progress: ShowProgress) -> Result:
     with _mapping(options.processes) as mapped:
         work = _Work(config, options, drawn.requests, mapped, progress, _parts(config, options))
         found = (_fewest if options.rate else _highest)(work, fitting)
+        span = _span(work, found.ranked[0]) if found.ranked else None
     found = replace(
         found,
         asked=options.rate,
@@ -172,6 +174,7 @@ def run(config: Config, _: Target, progress: ShowProgress) -> Result:
         fitting=fitting,
         refused=refused,
         simulations=work.ran,
+        span=span,
     )
     notes = [f"{work.resumed} searches were run before: experiment.parts={options.parts}"] if work.resumed else []
     best = found.best
@@ -346,6 +349,29 @@ def _at_rate(
     ]
     answers = work.capacities(searches, left, text or f"{len(those)} deployments compared at {rate:.3g} requests/s")
     return [_entry(plan, copies, own) for (plan, copies), own in zip(those, answers, strict=True)]
+
+
+def _span(work: _Work, best: Entry) -> tuple[float, float] | None:
+    # If latencies are a factor off, so are the limits that the model has to meet: its capacity is that of others.
+    options, servers = work.options, of_servers(configured(work.config, best.plan.shape, work.options.router))
+    if servers is None:
+        return None
+    ttft, tpot = servers.factors["ttft_p90"], servers.factors["tpot_p99"]
+    searches = [
+        Search(
+            plan=best.plan,
+            requests=options.requests,
+            start=best.probe.load,
+            tolerance=options.tolerance,
+            confident=True,
+            eased=eased,
+        )
+        for eased in ((1 / ttft, 1 / tpot), (ttft, tpot))
+    ]
+    low, high = work.capacities(searches, 0, "its 95 % interval")
+    # at a load of 1 the closed form ends the search: what servers give in all was as far off as their end to end
+    most = high.high if high.high < 1.0 else servers.factors["e2e_p50"]
+    return best.rate_at(min(low.low, best.probe.load)), best.rate_at(max(most, best.probe.load))
 
 
 def _nearest(work: _Work, fitting: Sequence[Plan], rate: float) -> Found:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -72,6 +71,7 @@ class Found:
     fitting: Sequence[Plan] = ()
     refused: Mapping[Shape, str] = field(default_factory=dict)
     simulations: int = 0
+    span: tuple[float, float] | None = None  # requests a second of the best, 95 %, by what measured servers were off
 
     @property
     def best(self) -> Entry | None:
@@ -228,12 +228,10 @@ def _worth(found: Found, config: Config, best: Entry) -> Iterator[list[str]]:
     # The interval with the errors of servers that were measured, what may exceed the SLO by them, and the evidence.
     own = configured(config, best.plan.shape, "least_tokens")
     servers = evidence.of_servers(own)
-    if servers is not None:
-        factor, probe = servers.factors["e2e_p50"], best.probe
-        loads = (probe.load, probe.load) if found.asked else (best.capacity.low or probe.load, best.capacity.high)
-        down, up = (math.exp(math.hypot(math.log(load / probe.load), math.log(factor))) for load in loads)
-        text = f"{best.rate / down:.3g} to {best.rate * up:.3g} requests/s"
-        yield ["95 % interval", f"{text}, by {servers.loads} loads of {servers.servers}"]
+    if servers is not None and found.span is not None:
+        apart = f"TTFT {servers.factors['ttft_p90']:g} and TPOT {servers.factors['tpot_p99']:g} times off"
+        ends = f"{found.span[0]:.3g} to {found.span[1]:.3g} requests/s"
+        yield ["95 % interval", f"{ends}, {apart}, as {servers.loads} loads of {servers.servers}"]
     else:
         yield ["95 % interval", "not known"]
     for name, value, metric in (("ttft", best.probe.ttft, "ttft_p90"), ("tpot", best.probe.tpot, "tpot_p99")):

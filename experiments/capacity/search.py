@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 from math import fsum, inf
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -354,20 +355,22 @@ class Search:
     start: float = 0.6  # load of the first probe of the search
     tolerance: float
     confident: bool = False  # go on to loads that surely hold and surely fail
+    eased: tuple[float, float] = (1.0, 1.0)  # by which the limits of TTFT and of TPOT are multiplied
 
     @property
     def key(self) -> str:
         """Its name in a file of parts."""
         return (
             f"{self.plan.shape} rate={self.rate!r} requests={self.requests} search={self.search} "
-            f"start={self.start!r} tolerance={self.tolerance!r} confident={self.confident}"
+            f"start={self.start!r} tolerance={self.tolerance!r} confident={self.confident} "
+            f"eased={self.eased!r}"
         )
 
     def capacity(
         self, config: Config, requests: RequestTable, router: str, attainment: float, warmup: float
     ) -> Capacity:
         """Return the capacity; its `best` is None if the SLO failed at *rate*."""
-        plan, own = self.plan, requests[: self.requests]
+        plan, own, config = self.plan, requests[: self.requests], _eased(config, *self.eased)
 
         def measure(load: float) -> Probe:
             return probe(config, plan, own, load, router, warmup)
@@ -386,6 +389,14 @@ class Search:
             high=load if sure and not holds else 1.0,
             probes=(tried,),
         )
+
+
+def _eased(config: Config, ttft: float, tpot: float) -> Config:
+    def times(limits: Any) -> Any:
+        return replace(limits, ttft=limits.ttft * ttft, tpot=limits.tpot * tpot)
+
+    workload = replace(config.workload, tenants=tuple(map(times, config.workload.tenants)))
+    return replace(config, slo=times(config.slo), workload=workload)
 
 
 def served(config: Config, plan: Plan, requests: RequestTable, rate: float, router: str) -> Result:

@@ -317,7 +317,7 @@ VALIDATED = ("nvlink", "mooncake_nvlink", "nixl")
 """Choices of ``backend`` whose transfers within a node of H100 or H200 were predicted, sealed and then measured."""
 
 TITLES = {"ttft_p50": "TTFT p50", "tpot_p50": "TPOT p50", "e2e_p50": "end to end p50"}
-"""Metrics whose intervals a run prints; a capacity is as far off as the end-to-end time."""
+"""Metrics whose intervals a run prints."""
 
 MOST_TRANSFER = 0.1
 """The share of requests' time that transfers between nodes may take: none that take more were ever measured."""
