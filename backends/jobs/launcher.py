@@ -34,6 +34,7 @@ from pdsim.core.units import positive
 from pdsim.hardware.costs import Collective, Engine
 from pdsim.hardware.machine import NetworkLink
 from pdsim.transfer.job import Outcome, RankResult, RankSpec, ranks_named
+from pdsim.transfer.log import TransferLog
 
 SILENCE = 300.0  # seconds after which a rank that says nothing is ended, where nothing else is asked for
 CLOSING = 10.0  # seconds more that a rank may take, after its program, to close what it has open
@@ -235,7 +236,8 @@ class _Child:
             error += self.tail()
         elif not error and died:
             error = f"{self.error or died} after its program had ended{self.tail()}"
-        return RankResult(self.name, done.value, error, done.engine, done.transfers, done.refused)
+        transfers = TransferLog.by_rank(done.transfers).get(self.name, TransferLog())
+        return RankResult(self.name, done.value, error, done.engine, transfers, done.refused)
 
 
 class _ProcessJob:

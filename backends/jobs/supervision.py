@@ -15,11 +15,10 @@ import msgspec
 from backends.base.zmq_channel import Keys
 from pdsim.core.errors import MessageError, PeerLost
 from pdsim.hardware.costs import Collective, Engine
-from pdsim.transfer import TransferRecord
 from pdsim.transfer.log import plain
 
 _LENGTH = struct.Struct("<Q")  # ahead of each message
-_LARGEST = 1 << 33  # bytes of a message: a rank's records of twenty million transfers
+_LARGEST = 1 << 33  # bytes of a message: a rank's records of a hundred million transfers
 
 
 class Start(msgspec.Struct, tag=True):
@@ -74,7 +73,7 @@ class Done(msgspec.Struct, tag=True):
     value: Any
     error: str
     engine: str = ""
-    transfers: list[TransferRecord] = []
+    transfers: list[bytes] = []  # what `TransferLog.by_rank` reads
     pools: dict[str, float] = {}  # peak use of each, 0 to 1
     events: int = 0  # that the clock has processed
     refused: int = 0  # messages and connections

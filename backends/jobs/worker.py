@@ -30,6 +30,7 @@ from pdsim.core.clock import WallClock
 from pdsim.core.errors import ConfigError, PdsimError, PeerLost
 from pdsim.transfer import TransferRecord
 from pdsim.transfer.job import Rank
+from pdsim.transfer.log import TransferLog
 
 SPIN_ON_GPU = 2e-3
 """Seconds for which the clock of a rank on a GPU looks for completions without a pause: 700 MB over NVLink.
@@ -46,8 +47,8 @@ _KEPT, _MAPPED = 1 << 27, 1 << 25  # bytes; glibc allows no threshold of mmap ab
 class _Records:
     """A `Recorder` that keeps records, in order, until the supervisor gets them; no samples, and no programs."""
 
-    def __init__(self) -> None:
-        self.transfers: list[TransferRecord] = []
+    def __init__(self, rank: str) -> None:
+        self.transfers = TransferLog(rank=rank)
         self.spill = None
 
     def transfer(self, record: TransferRecord) -> None:
@@ -171,7 +172,7 @@ def _prepare(start: Start) -> tuple[Any, Any]:
     if start.device:
         see_devices()
         os.environ.setdefault("UCX_NET_DEVICES", start.device)
-    clock, records = WallClock() if start.gpu is None else WallClock(spin=SPIN_ON_GPU), _Records()
+    clock, records = WallClock() if start.gpu is None else WallClock(spin=SPIN_ON_GPU), _Records(start.name)
     device = _device(clock, start)
     endpoint_class = load(start.engine.implementation)
     posting = {"posting": start.posting} if any(way.posting_threads for way in endpoint_class.variants) else {}
@@ -217,7 +218,7 @@ def _run(rank: Any, program: Any, arguments: Mapping[str, Any]) -> Done:
         value, error = None, f"{type(exception).__name__}: {exception}"
     pools = {f"{rank.name}/{pool}": peak / device.capacity for pool, peak in device.peak.items() if peak}
     refused = rank.channel.refused + getattr(getattr(rank.endpoint, "control", None), "refused", 0)
-    transfers = rank.recorder.transfers
+    transfers = list(rank.recorder.transfers.payloads())
     return Done(value, error, rank.endpoint.engine, transfers, pools, clock.scheduled(), refused)
 
 

@@ -212,7 +212,7 @@ class TransferLog(_RecordSequence):
 
     @classmethod
     def by_rank(cls, journal: Iterable[bytes]) -> dict[str, TransferLog]:
-        """Return the records of each rank of a killed run, whose *journal* yields what `Spill.append` was given."""
+        """Return the records of each rank; *journal* has `payloads`, or what a killed run gave to `Spill.append`."""
         logs: dict[str, TransferLog] = {}
         for payload in journal:
             block = _decode(payload)
@@ -296,6 +296,10 @@ class TransferLog(_RecordSequence):
             else:
                 assert self._spill is not None
                 yield _decode(self._spill.read(block))
+
+    def payloads(self) -> Iterator[bytes]:
+        """Yield all records as bytes, for `by_rank` in another process."""
+        return map(_encode, self._read())
 
     def runs(self) -> Iterator[tuple[int, str, int, int, int]]:
         """Yield the place in `kinds`, label, bytes, descriptors and number of records of each run."""

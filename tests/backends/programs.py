@@ -1,10 +1,12 @@
 """Programs for the tests of the supervisor and of single engines."""
 
+import gc
 import os
 import resource
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Generator
 from contextlib import suppress
 from pathlib import Path
@@ -202,6 +204,19 @@ def write_many(rank: Rank, to: str, count: int) -> Program:
     for number in range(count):
         yield rank.endpoint.write(peer, batch, label=str(number))
     rank.channel.send(to, b"done")
+
+
+def write_and_count(rank: Rank, to: str, every: int) -> Program:
+    """Write twice *every* times; return how many objects of each kind the second half has left."""
+    peer, batch = yield from _connect(rank, to, 64)
+    counts = []
+    for number in range(2 * every + 100):  # the first hundred make what stays
+        yield rank.endpoint.write(peer, batch, label=str(number))
+        if number % every == 99:
+            gc.collect()
+            counts.append(Counter(type(each).__name__ for each in gc.get_objects()))
+    rank.channel.send(to, b"done")
+    return dict(counts[2] - counts[1])
 
 
 def be_written(rank: Rank, by: str) -> Program:

@@ -20,6 +20,7 @@ from experiments.transfer import TransferOptions, run
 from pdsim.core import plugins
 from pdsim.core.clock import WallClock
 from pdsim.core.errors import BackendUnavailable, ConfigError, OutOfMemory
+from pdsim.transfer.log import KEPT
 from tests.backends import programs
 from tests.support.composed import composed
 from tests.support.engines import engine, make_target, spec
@@ -52,6 +53,13 @@ def test_lent_memory_is_held_and_withdrawn_memory_not_reached(any_engine):
     assert held == {"lent": 1 << 20, "returned": 0}
     stale = programs.connect_with_stale_address, programs.give_stale_address
     assert pair(any_engine.name, *stale) == ["TransferFailed", True]
+
+
+def test_transfers_that_are_over_leave_no_objects(any_engine):
+    ranks = [spec("a", programs.write_and_count, to="b", every=KEPT), spec("b", programs.be_written, by="a")]
+    result = make_target(any_engine.name).run(ranks).ranks["a"]
+    assert sum(result.value.values()) < 20  # 2,048 records, before they were put into blocks
+    assert [record.label for record in result.transfers] == [str(number) for number in range(2 * KEPT + 100)]
 
 
 def test_an_endpoint_refuses_to_work_in_a_forked_child(any_engine):
