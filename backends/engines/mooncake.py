@@ -31,6 +31,10 @@ from pdsim.hardware.costs import Engine
 PATIENCE = 30.0
 """Seconds that the engine goes on waiting after our deadline, for the proof that lets a transfer settle."""
 
+ENDLESS = "315360000"
+"""Seconds of the engine's own limit over TCP.  It reads a clock that can be set: a step of that clock failed every
+transfer under way.  Its limit of progress reads one that cannot, and ends those of a peer that has stopped."""
+
 SLICE = 10e-3
 """Seconds of a processor that a thread takes which polls: longer than what the kernel gives others, 0.7 to 3 ms, so
 that threads that post do not keep the engine's own, which do the work, from a processor."""
@@ -169,6 +173,7 @@ class MooncakeEndpoint(RealEndpoint):
         needed = {**self._transport.environment, **options}
         if self._transport.name == "tcp":  # SGLang sets it where nobody has: any value means TCP to Mooncake
             device, defaults["MC_FORCE_TCP"] = "", needed.pop("MC_FORCE_TCP")
+            defaults["MC_TRANSFER_TIMEOUT"] = ENDLESS
         prepare(self.settings.name, needed, defaults)
         native = self._native = self._library().TransferEngine()
         self._sync = {"write": native.batch_transfer_sync_write, "read": native.batch_transfer_sync_read}

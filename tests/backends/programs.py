@@ -1,11 +1,13 @@
 """Programs for the tests of the supervisor and of single engines."""
 
+import ctypes
 import gc
 import os
 import resource
 import signal
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Generator
 from contextlib import suppress
@@ -217,6 +219,18 @@ def write_and_count(rank: Rank, to: str, every: int) -> Program:
             counts.append(Counter(type(each).__name__ for each in gc.get_objects()))
     rank.channel.send(to, b"done")
     return dict(counts[2] - counts[1])
+
+
+def write_while_the_clock_steps(rank: Rank, to: str, count: int) -> Program:
+    """Write *count* times while each look at the clock is a day from the last; return the days of some looks."""
+    peer, batch = yield from _connect(rank, to, 64)
+    yield rank.endpoint.write(peer, batch)
+    ctypes.c_uint.in_dll(ctypes.CDLL(None), "each_call").value = 1
+    days = {int(time.time() // 86400) for _ in range(100)}
+    for _ in range(count):
+        yield rank.endpoint.write(peer, batch)
+    rank.channel.send(to, b"done")
+    return [day - min(days) for day in sorted(days)]
 
 
 def be_written(rank: Rank, by: str) -> Program:

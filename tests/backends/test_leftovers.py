@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,7 @@ import pytest
 
 from backends.emulation.link.emulated_link import missing_requirements
 from backends.jobs.launcher import Processes
+from backends.jobs.spawn import spawn
 from tests.backends import programs
 from tests.support.engines import MARKED, make_target, spec
 
@@ -153,11 +155,13 @@ STEPS = """
 #include <sys/time.h>
 #include <time.h>
 #include <unistd.h>
-int clock_gettime(clockid_t clock, struct timespec *t) {  // a day ahead and back, each half second
+unsigned calls, each_call;
+int clock_gettime(clockid_t clock, struct timespec *t) {  // a day ahead and back, each half second or call
     struct timespec now;
     syscall(SYS_clock_gettime, CLOCK_MONOTONIC, &now);
     int failed = syscall(SYS_clock_gettime, clock, t);
-    if (clock == CLOCK_REALTIME && now.tv_nsec < 500000000) t->tv_sec += 86400;
+    int ahead = each_call ? __atomic_fetch_add(&calls, 1, __ATOMIC_RELAXED) & 1 : now.tv_nsec < 500000000;
+    if (clock == CLOCK_REALTIME && ahead) t->tv_sec += 86400;
     return failed;
 }
 int gettimeofday(struct timeval *t, void *zone) {
@@ -173,16 +177,32 @@ time_t time(time_t *t) {
 """
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-def test_a_clock_that_is_set_changes_nothing(tmp_path):
-    """Of NIXL too, which takes the time from the C library.  Mooncake hung in one of 36 such runs: why is open."""
+@pytest.fixture
+def steps(tmp_path):
+    """The library that steps the clock, for LD_PRELOAD."""
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
     (tmp_path / "steps.c").write_text(STEPS, "utf-8")
     command = ["cc", "-shared", "-fPIC", "-o", tmp_path / "steps.so", tmp_path / "steps.c"]
     subprocess.run(command, check=True, capture_output=True)
-    done = run("nixl_tcp", tmp_path, f"export LD_PRELOAD={tmp_path}/steps.so")
+    return str(tmp_path / "steps.so")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_clock_that_is_set_changes_nothing(engine, steps, tmp_path):
+    done = run(engine, tmp_path, f"export LD_PRELOAD={steps}")
     assert "LD_PRELOAD" not in done.stderr  # or it was not loaded
     assert done.returncode == 0, done.stderr[-1000:]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_transfers_survive_a_clock_set_at_each_look(engine, steps, monkeypatch):
+    monkeypatch.setenv("LD_PRELOAD", steps)
+    writes = spec("a", programs.write_while_the_clock_steps, to="b", count=20)
+    ranks = [writes, spec("b", programs.be_written, by="a")]
+    outcome = replace(make_target(engine), spawn=spawn, deadline=60).run(ranks)
+    assert (outcome.ranks["a"].error, outcome.ranks["a"].value) == ("", [0, 1])
 
 
 def test_no_deadline_is_of_a_clock_that_can_be_set():
