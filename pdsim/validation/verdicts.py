@@ -110,6 +110,7 @@ class Class:
     floor: Floor | None = None  # what jobs that differ leave of the error; None if there was one job
     seconds: float | None = None  # median of the absolute error of times, not relative
     within: int | None = None  # points within `Bound.each`, if there is one
+    inside: int | None = None  # points within their 95 % interval, if they have one
 
     @property
     def beyond(self) -> bool:
@@ -187,6 +188,7 @@ def _class(name: str, both: Sequence[Compared], bound: Bound | None, seed: int) 
     p95 = percentile(errors, 95.0)
     times = [abs(one.predicted.value - one.measured) for one in both if one.predicted.quantity == "time"]
     each = bound.each if bound else None
+    covered = [one.covered for one in both if one.covered is not None]
     return Class(
         name=name,
         points=len(both),
@@ -201,6 +203,7 @@ def _class(name: str, both: Sequence[Compared], bound: Bound | None, seed: int) 
         floor=samples.floor(each.per_job for each in both),
         seconds=float(np.median(times)) if times else None,
         within=None if each is None else sum(one.within(each) for one in both),
+        inside=sum(covered) if covered else None,
     )
 
 
@@ -236,6 +239,9 @@ def tables(classes: Sequence[Class], decades: Sequence[Class]) -> list[Table]:
     if any(each.within is not None for each in classes):
         judged |= {"within": "points within their bound, or within twice what repeats differ by"}
         whole = [[*row, each.within] for row, each in zip(whole, classes, strict=True)]
+    if any(each.inside is not None for each in classes):
+        judged |= {"inside": "points within their 95 % interval"}
+        whole = [[*row, each.inside] for row, each in zip(whole, classes, strict=True)]
     made = [Table("Error of each class", {"class": "of points"} | judged, whole)]
     if decades:
         parts = [_cells(each, floors) for each in decades]

@@ -69,6 +69,13 @@ def test_what_jobs_differ_by_stands_beside_the_error():
     assert "floor %" not in tables(by_class(errors([1]), {}, 0), [])[0].columns
 
 
+def test_points_within_their_interval_are_counted_by_class():
+    both = [replace(value(1.0, str(index)), low=0.9, high=high) for index, high in enumerate((1.3, 1.1))]
+    (table,) = tables(by_class(compare(both, [value(1.2, "0"), value(1.2, "1")]), {}, 0), [])
+    assert dict(zip(table.columns, table.rows[0], strict=True))["inside"] == 1
+    assert "inside" not in tables(by_class(errors([1]), {}, 0), [])[0].columns
+
+
 def test_what_was_sealed_and_changed_is_refused():
     text = seal({"expected": [1.5]})
     assert unseal(text, "expectations.json")["expected"] == [1.5]
