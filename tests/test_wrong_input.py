@@ -5,6 +5,7 @@ there is.  Refusals of commands, files and combinations are in `tests.test_cli`.
 """
 
 import importlib
+from importlib.metadata import EntryPoint
 
 import pytest
 
@@ -58,6 +59,7 @@ workload=poisson workload.count=1e9 -> workload.count=1,000,000,000 is not plaus
 hw.gpus=0 -> moves bytes over nvlink, but hw=8xh20 has no GPUs (hw.gpus=0)
 hw.name=../x -> hw.name='../x' must be 1 to 64 characters without a slash
 model.kv_dtype=int8 -> model.kv_dtype must be one of bf16, fp16,
+model.kv_heads=7 -> model.heads=64 must be a multiple of model.kv_heads=7; correct one of them
 model.attention=mla -> model.latent_dim must be > 0 for attention=mla, got 0; write model.latent_dim=512
 parallel.prefill.dp=3 -> parallel.prefill.dp must divide tp=4, whose ranks it divides among groups, got 3; use 1, 2,
 parallel.decode.cp=2 -> decode ranks are not context-parallel; leave decode.cp at 1
@@ -169,3 +171,26 @@ def test_an_error_after_an_interruption_is_the_interruption(monkeypatch, capsys)
     monkeypatch.setitem(module._DO, "list", cleaning_up_fails)
     assert module.main(["list"]) == 130
     assert capsys.readouterr().err == "pdsim: interrupted; nothing was kept\n"
+
+
+KEYS = {"engine.scheduler": plugins.SCHEDULERS, "engine.handoff": plugins.HANDOFFS}
+KEYS |= {"experiment.router": plugins.ROUTERS, "autoscale.policy": plugins.AUTOSCALERS}
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        ("nowhere:Mine", "(nowhere:Mine) cannot be imported: No module named 'nowhere'; correct"),
+        ("sys:Mine", "(sys:Mine) cannot be imported: module 'sys' has no attribute 'Mine'; correct"),
+        ("sys:maxsize", "sys:maxsize is neither a class nor a function; correct"),
+    ],
+)
+def test_a_plugin_that_cannot_be_used_is_refused(pdsim_says, monkeypatch, key, target, why):
+    before = plugins._entries
+    own = {target: EntryPoint(target, target, KEYS[key])}
+    monkeypatch.setattr(plugins, "_entries", lambda group: before(group) | own)
+    status, _, err = pdsim_says("run", f"{key}='{target}'")
+    assert (status, err.count("\n")) == (2, 1)
+    assert err.startswith(f"pdsim: {key}={target}: ")
+    assert why in err

@@ -15,7 +15,7 @@ from typing import Any
 from pdsim.compute.roofline import weight_bytes
 from pdsim.config import Config, Launch, covers, presets
 from pdsim.core import plugins
-from pdsim.core.errors import ConfigError, instead, near
+from pdsim.core.errors import BackendUnavailable, ConfigError, instead, near
 from pdsim.core.units import format_size, format_time
 from pdsim.hardware.machine import VENDORS, Machine, NetworkLink
 from pdsim.kv.policy import Policy
@@ -190,6 +190,8 @@ def _llm(model: Llm) -> Iterator[str]:
         yield f"model.hybrid.pattern must be of a, w and m with at least one a, got {hybrid.pattern!r}"
     if model.attention == "mla" and not model.latent_dim > 0:
         yield f"model.latent_dim must be > 0 for attention=mla, got {model.latent_dim}; write model.latent_dim=512"
+    if model.attention == "gqa" and model.heads % model.kv_heads:
+        yield f"model.heads={model.heads} must be a multiple of model.kv_heads={model.kv_heads}; correct one of them"
     needed: dict[str, float] = {}
     if "w" in hybrid.pattern:
         needed["hybrid.window"] = hybrid.window
@@ -279,11 +281,9 @@ def _general(config: Config, experiment: Any) -> Iterator[str]:
                 f"hw={hw.name} moves KV over no network card; leave it out, or take hw=2x8xh200 backend=mooncake"
             )
     yield from _autoscale(config)
-    routers = plugins.names(plugins.ROUTERS)
     for key in ("router", "decode_router"):
-        router = getattr(config.experiment, key, "")
-        if router and router not in routers:
-            yield f"experiment.{key}={router} is provided by no installed package; {instead(router, routers)}"
+        if router := getattr(config.experiment, key, ""):
+            yield from _provided(f"experiment.{key}", router, plugins.ROUTERS)
     if not config.output:
         yield "output must name a folder, got ''; write output=FOLDER, or leave output out for results"
     if config.target == "live":
@@ -303,12 +303,25 @@ def _general(config: Config, experiment: Any) -> Iterator[str]:
         yield from _real(config)
 
 
+def _provided(key: str, name: str, group: str) -> Iterator[str]:
+    known, at = plugins.names(group), f"{key}={name}"
+    if name not in known:
+        yield f"{at} is provided by no installed package; {instead(name, known)}"
+        return
+    way_out = f"correct the package {plugins.provider(group, name)}, or choose another"
+    try:
+        if not callable(plugins.resolve(group, name)):
+            yield f"{at}: {plugins.target(group, name)} is neither a class nor a function; {way_out}"
+    except BackendUnavailable as error:
+        yield f"{at}: {error}; {way_out}"
+
+
 def _autoscale(config: Config) -> Iterator[str]:
-    how, known = config.autoscale, ("none", *plugins.names(plugins.AUTOSCALERS))
+    how = config.autoscale
     if how.policy == "none":
         return
-    if how.policy not in known:
-        yield f"autoscale.policy={how.policy} is provided by no installed package; {instead(how.policy, known)}"
+    if wrong := [*_provided("autoscale.policy", how.policy, plugins.AUTOSCALERS)]:
+        yield from wrong
         return
     signature = inspect.signature(plugins.resolve(plugins.AUTOSCALERS, how.policy))
     try:
@@ -587,8 +600,8 @@ def _handoff(config: Config) -> Iterator[str]:
         ("engine.scheduler", engine.scheduler, plugins.SCHEDULERS),
         ("engine.handoff", engine.handoff, plugins.HANDOFFS),
     ):
-        if name not in plugins.names(group):
-            yield f"{key}={name} is provided by no installed package; {instead(name, plugins.names(group))}"
+        if wrong := [*_provided(key, name, group)]:
+            yield from wrong
             return
     pulls = f"engine={engine.name} pulls (engine.handoff={engine.handoff})"
     if not handoff_of(engine).serial:

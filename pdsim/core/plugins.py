@@ -95,7 +95,7 @@ def resolve(group: str, name: str) -> Any:
         )
     try:
         return entries[name].load()
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:
         raise BackendUnavailable(f"{name!r} ({entries[name].value}) cannot be imported: {error}") from error
 
 
