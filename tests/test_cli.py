@@ -98,6 +98,8 @@ hw=8xh20 seed=1 -> did you mean pdsim run hw=8xh20 seed=1?
 run --shell-completion -> unknown option --shell-completion; keys are written KEY=VALUE, without dashes;
 run --hw 8xh20 -> unknown option --hw; write hw=8xh20, or see pdsim run --help
 run workload.isl=1024 -> unknown key workload.isl; did you mean workload.input_mean?
+run workload.input=8k -> unknown key workload.input; did you mean workload.input_mean or workload.input_cv?
+run experiment=capacity experiment.rates=2 -> did you mean experiment.rate? experiment has
 run tp=4 -> unknown key tp; did you mean parallel.prefill.tp or parallel.decode.tp?
 run parallel.mem_fraction_static=0.8 -> did you mean scheduler.memory_fraction?
 version -> unknown command 'version'; did you mean --version?
@@ -127,6 +129,7 @@ run "~backend=nixl" -> ~backend=nixl would leave a run without backend; choose o
 run --cfg -> --cfg needs a value after it
 run calibration=nonsense -> calibration=nonsense does not exist;
 run output=/proc/none -> output=/proc/none: No such file or directory; name a folder that can be written to
+run hw=mybox -> rdma_guest; a file of yours: DIR/hw/mybox.yaml, with --config-dir DIR
 run hw= -> hw= chooses nothing; there are 1xa100,
 run hw=8xh20,8xh200 -> hw=8xh20,8xh200 names several values; pdsim sweep runs one point for each
 run "hw=[8xh20,8xh200]" -> hw=[8xh20,8xh200] would mix several files into one; choose one, as in hw=8xh20

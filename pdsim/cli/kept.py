@@ -105,8 +105,8 @@ def _content(folder: Path, slo: SloLimits | None) -> Any:
     return run_content(folder)
 
 
-def _written(path: Path, content: bytes) -> str:
-    with whole_file(path) as file:
+def _written(path: Path, content: bytes, option: str = "-o") -> str:
+    with whole_file(path, option) as file:
         file.write(content)
     return str(path)
 
@@ -179,7 +179,7 @@ def export(folders: Sequence[Path], asked: Asked) -> str:
         raise ConfigError(f"export needs one run and its format; write --format {', '.join(FORMATS)}")
     files = exported(KeptRun(folders[0]), asked["--format"])
     to = make(asked.get("--to", folders[0]), "--to ")
-    return "\n".join(_written(to / name, text.encode()) for name, text in files.items())
+    return "\n".join(_written(to / name, text.encode(), "--to") for name, text in files.items())
 
 
 def _is_sweep(folder: Path) -> bool:

@@ -385,14 +385,15 @@ def _explained(error: BaseException) -> int:
 
         if (refusal := compose.explain(error)) is not None:
             return _fail(2, refusal)
-    text = " ".join([str(error), *(f"({note})" for note in getattr(error, "__notes__", ()))])
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    denied = isinstance(error, PermissionError)
-    hint = "make room, or name a folder elsewhere" if full else "--debug shows where"
-    hint = "change its permissions, or name another" if denied else hint
-    more = "" if isinstance(error, PdsimError) else f"; {hint}"
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))  # where what a run has left is
+    if isinstance(error, PermissionError) and error.filename is not None:
+        way_out = "change its permissions, or name another"
+        return _fail(1 if notes else 2, f"{error.filename}: {error.strerror}{notes}; {way_out}")
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return _fail(1, f"{error.strerror}{notes}; make room, or name a folder elsewhere")
+    more = "" if isinstance(error, PdsimError) else "; --debug shows where"
     kind = "" if isinstance(error, BackendUnavailable) else f"{type(error).__name__}: "
-    return _fail(1, f"{kind}{' '.join(text.split())}{more}")
+    return _fail(1, f"{kind}{' '.join(f'{error}{notes}'.split())}{more}")
 
 
 def _check_packages() -> None:

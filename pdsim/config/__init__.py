@@ -304,8 +304,8 @@ def required(field: Field[Any]) -> bool:
 
 
 def _unknown(key: str, cls: type, at: str) -> str:
-    name, names = ELSEWHERE.get(key, key), list(hints_of(cls))
-    hint = (name not in names and within(name, Config, NO_KEYS)) or near(name, names, join(at, "{}"))
+    name, names, full = ELSEWHERE.get(key, key), list(hints_of(cls)), join(at, "{}")
+    hint = near(name, names, full, 0.85) or within(name, Config, NO_KEYS) or near(name, names, full)
     schema = "; all keys: pdsim list hw --schema" if at.partition(".")[0] == "hw" else ""
     return f"unknown key {join(at, key)}; {hint}{at or 'a configuration'} has {', '.join(names)}{schema}"
 

@@ -472,4 +472,5 @@ def _missing(file: str, known: Sequence[str] | None) -> str:
         if same := SHIPPED.get(name.lower()):
             choices = f"did you mean model={same}, of the same shape? There are {', '.join(names)}"
         more = "; or model=ORGANISATION/NAME of the Hugging Face Hub, or model=./FOLDER"
+    more += f"; a file of yours: DIR/{group}/{name}.yaml, with --config-dir DIR"
     return f"{group}={name} does not exist; {choices}{more}"

@@ -69,8 +69,8 @@ class TransferFailed(TransferError):
     """The engine reported another failure, in its own words.  Also raised for an address that is none."""
 
 
-def near(word: str, known: Iterable[str], template: str = "{}") -> str:
-    """Return a question about the one of *known* that is closest to *word*, or nothing if none is close.
+def near(word: str, known: Iterable[str], template: str = "{}", alike: float = 0.6) -> str:
+    """Return a question about those of *known* that go on where *word* ends, or about the one most *alike*, if any.
 
     *template* says how a name is typed:
 
@@ -79,8 +79,10 @@ def near(word: str, known: Iterable[str], template: str = "{}") -> str:
     """
     import difflib  # here, for most processes refuse nothing
 
-    nearest = difflib.get_close_matches(word, list(known), 1)
-    return f"did you mean {template.format(nearest[0])}? " if nearest else ""
+    names = list(known)
+    longer = [each for each in names if each.startswith(f"{word}_")]  # workload.input of input_mean
+    nearest = longer if word not in names and longer else difflib.get_close_matches(word, names, 1, alike)
+    return f"did you mean {' or '.join(map(template.format, nearest))}? " if nearest else ""
 
 
 def instead(word: str, known: Iterable[str], template: str = "{}") -> str:

@@ -74,7 +74,7 @@ def parse_rate(text: float | str) -> float:
 
 def parse_time(text: float | str) -> float:
     """Return seconds, the float that the decimal number has.  Raise a `ValueError` for anything but a time."""
-    return float(_parse(text, _TIME, "time", "something like 1.5us or 2ms"))
+    return float(_parse(text, _TIME, "time", "something like 1.5us, 20ms or 2s"))
 
 
 def parse_flops(text: float | str) -> float:

@@ -54,7 +54,7 @@ def tables(folders: Sequence[Path], slo: SloLimits | None = None) -> list[Table]
     ]
     return [
         Table("Runs", dict.fromkeys(("", "run", "command"), ""), runs),
-        Table("What differs", titles, differences),
+        Table("What differs", titles, differences or [["nothing", *("-" for _ in names)]]),
         Table("Metrics", dict.fromkeys(columns, ""), metrics),
     ]
 

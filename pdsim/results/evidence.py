@@ -414,16 +414,17 @@ def of_transfers(config: Config, transfers: Sequence[TransferRecord]) -> list[st
     ]
 
 
-def line(accuracy: Mapping[str, Any], metrics: Mapping[str, Any], *, between: bool) -> str:
-    """Return the line about *accuracy*, of `Accuracy` as kept in run.json, for the latencies in *metrics*.
+def lines(accuracy: Mapping[str, Any], metrics: Mapping[str, Any], *, between: bool) -> list[str]:
+    """Return the line about *accuracy*, of `Accuracy` as kept in run.json, for the latencies in *metrics*, if any.
 
     There is no interval for transfers *between* nodes that take more than `MOST_TRANSFER` of the time.
     """
     if between and (metrics.get("share_transfer") or 0.0) > MOST_TRANSFER:
-        return "95 % interval: not known, for no server was measured whose transfers between nodes take so long"
+        return ["95 % interval: not known, for no server was measured whose transfers between nodes take so long"]
     spans = Accuracy(**accuracy).spans(metrics)
     texts = [f"{TITLES[name]} {span(spans[name])}" for name in TITLES if name in spans]
-    return f"95 % interval: {', '.join(texts)}, by {accuracy['loads']} loads of {accuracy['servers']}"
+    by = f", by {accuracy['loads']} loads of {accuracy['servers']}"
+    return [f"95 % interval: {', '.join(texts)}{by}"] if texts else []
 
 
 def span(ends: tuple[float, float]) -> str:

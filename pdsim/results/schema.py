@@ -512,6 +512,8 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
                 f"{path} has {about.num_rows} rows, more than {most} of a run in so many bytes; {_AGAIN}"
             )
         table = pq.read_table(path, columns=columns)
+    except PermissionError:
+        raise ConfigError(f"{path}: Permission denied; name a folder that can be read") from None
     except (OSError, ValueError, pa.ArrowException) as error:
         raise ConfigError(f"{path} is not a table: {_one_line(error)}; {_AGAIN}") from error
     known = _COLUMNS.get(path.name, ())

@@ -486,7 +486,7 @@ def _latencies(metrics: Mapping[str, Any]) -> Iterator[str]:
 def _interval(run: Mapping[str, Any], metrics: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[str]:
     if servers := run["evidence"].get("servers"):
         between = config.get("hw.nodes", 1) != 1 and config.get("experiment.deployment") != "colocated"
-        yield evidence.line(servers, metrics, between=between)
+        yield from evidence.lines(servers, metrics, between=between)
 
 
 def _bound(

@@ -248,10 +248,17 @@ def _burstgpt(text: str) -> tuple[float, int, int, tuple[int, ...]]:
     fields = text.split(",")
     if len(fields) not in (6, 8):
         raise ValueError(f"{len(fields)} fields, need the 6 or 8 of BurstGPT")
-    given, wanted = int(fields[-4]), int(fields[-3])
+    given, wanted = _tokens(fields[-4]), _tokens(fields[-3])
     if not wanted:
         raise ValueError("a request that failed; take the file without fails")
     return float(fields[0]), given, wanted, ()
+
+
+def _tokens(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a whole number of tokens") from None
 
 
 _AZURE_ORIGIN = datetime(2020, 1, 1)
@@ -262,9 +269,12 @@ def _azure(text: str) -> tuple[float, int, int, tuple[int, ...]]:
     fields = text.split(",")
     if len(fields) != 3:
         raise ValueError(f"{len(fields)} fields, need the 3 of {AZURE_HEADER}")
-    whole = datetime.fromisoformat(fields[0]).replace(microsecond=0, tzinfo=None) - _AZURE_ORIGIN
+    try:
+        whole = datetime.fromisoformat(fields[0]).replace(microsecond=0, tzinfo=None) - _AZURE_ORIGIN
+    except ValueError:
+        raise ValueError(f"{fields[0]!r} is not a time such as 2023-11-16 18:15:46.6805900") from None
     fraction = fields[0].partition(".")[2].partition("+")[0] or "0"  # datetime keeps six digits of seven
-    return whole.total_seconds() + float(f"0.{fraction}"), int(fields[1]), int(fields[2]), ()
+    return whole.total_seconds() + float(f"0.{fraction}"), _tokens(fields[1]), _tokens(fields[2]), ()
 
 
 def grid(arrivals: Sequence[float] | Floats) -> float:

@@ -140,11 +140,15 @@ def table(ranked: Sequence[Ranked], title: str, count: int = 10) -> Table:
 
 
 def verdict(ranked: Sequence[Ranked]) -> list[str]:
-    """Return a line if all of *ranked* keep up, whose order then is that of the offered rates; else nothing."""
-    if any(each.attainment < GOAL for each in ranked):
+    """Return a line if none or all of *ranked* keep up; the order of all is that of the offered rates."""
+    goal = f"{100 * GOAL:.0f} % of requests"
+    met = sum(each.attainment >= GOAL for each in ranked)
+    if not met:
+        return [f"no point meets its SLO for {goal}: sweep lower rates or more GPUs, or loosen --slo"]
+    if met < len(ranked):
         return []
     return [
-        f"every point meets its SLO for {100 * GOAL:.0f} % of requests, so the order is mostly that of the offered "
+        f"every point meets its SLO for {goal}, so the order is mostly that of the offered "
         "rates: compare points at one rate, sweep higher ones, or find the limit of each with pdsim run "
         "experiment=capacity"
     ]

@@ -220,7 +220,8 @@ def show(folder: Path, file: IO[str] | None = None, *, json: bool = False, verbo
         reason = next((row["error"] for row in table.to_pylist() if row["status"] == "infeasible"), "")
         such = f", such as: {reason.splitlines()[0]}" if reason else ""
         terminal.show_lines(f"{left} more cannot be run (pdsim show -v {folder}){such}", file=file)
-    terminal.show_lines(f"next: {terminal.program()} best {folder}", file=file)
+    command = "best" if "goodput" in table.column_names else "report"
+    terminal.show_lines(f"next: {terminal.program()} {command} {folder}", file=file)
 
 
 class Ledger:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from pdsim.config.compose import compose
-from pdsim.results.evidence import SERVERS, line, of_servers, of_transfers
+from pdsim.results.evidence import SERVERS, lines, of_servers, of_transfers
 
 ONE = "for one transfer at a time, 1.13 from 10 MB on"
 THREADED = "for one transfer at a time, 1.3 from 10 MB on, 2.88 for others at once, as sealed predictions (thread)"
@@ -36,10 +36,11 @@ def test_an_interval_follows_from_what_was_measured(words, level):
 def test_an_interval_is_a_factor_both_ways():
     metrics = {"ttft_p50_s": 0.1, "tpot_p50_s": 0.01, "e2e_p50_s": None, "share_transfer": 0.2}
     about = asdict(SERVERS["measured"])
-    text = line(about, metrics, between=False)
+    (text,) = lines(about, metrics, between=False)
     assert text.startswith("95 % interval: TTFT p50 60.6 to 165 ms, TPOT p50 8 to 12.5 ms, by 158 loads of ")
-    assert "not known" in line(about, metrics, between=True)
-    assert line(about, metrics | {"share_transfer": 0.05}, between=True) == text
+    assert "not known" in lines(about, metrics, between=True)[0]
+    assert lines(about, metrics | {"share_transfer": 0.05}, between=True) == [text]
+    assert lines(about, dict.fromkeys(metrics), between=False) == []  # no request was served
 
 
 @pytest.mark.parametrize(

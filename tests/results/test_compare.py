@@ -67,6 +67,7 @@ def test_people_see_units_and_nothing_that_cannot_matter(tmp_path):
     shown = {row[0]: row[1:] for row in differences.rows}
     assert (shown["hw.nic.rate"], shown["hw.nic.latency"]) == (["0 B/s", "50 GB/s"], ["0 ns", "2 us"])
     assert list(metrics.columns) == ["metric", "A", "B", "B/A", "definition"]
+    assert tables([a, a])[1].rows == [["nothing", "-", "-"]]
     rows = [["ttft_p50_s", "2.5 ms", "5 ms", 2.0], ["kv_bytes", "64 KiB", "0 B", 0.0]]
     assert metrics.rows == [[*row, "bytes over time"] for row in rows]
 

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from pdsim.cli.main import main
+from pdsim.core.errors import ConfigError
 from pdsim.core.files import whole_file
+from pdsim.results import schema
 from pdsim.results.store import Run
 from pdsim.validation.sealed import seal
 from pdsim.version import __version__
@@ -85,8 +88,26 @@ def test_a_full_disk_says_what_to_do(monkeypatch, capsys):
 
     monkeypatch.setitem(importlib.import_module("pdsim.cli.main")._DO, "run", full)
     assert main(["run"]) == 1
-    said = "pdsim: OSError: [Errno 28] No space left on device; make room, or name a folder elsewhere\n"
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err == "pdsim: No space left on device; make room, or name a folder elsewhere\n"
+
+
+def test_a_folder_that_may_not_be_read_is_refused(monkeypatch, pdsim_refuses, tmp_path):
+    def denied(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", denied)  # root may read all
+    for command in ("show", "explain", "compare", "timeline", "best", "report"):
+        said = pdsim_refuses(command, tmp_path)
+        assert re.fullmatch(rf"pdsim: {tmp_path}/[a-z.]+: Permission denied; change its permissions, or .*", said)
+
+
+def test_a_table_that_may_not_be_read_is_named(monkeypatch, tmp_path):
+    def denied(path):
+        raise PermissionError(13, "Failed to open local file")
+
+    monkeypatch.setattr("pyarrow.parquet.read_metadata", denied)
+    with pytest.raises(ConfigError, match=r"points\.parquet: Permission denied; name a folder that can be read"):
+        schema.read_points(tmp_path / "points.parquet")
 
 
 def test_a_file_that_breaks_off_leaves_what_was_there(tmp_path):

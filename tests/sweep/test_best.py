@@ -105,6 +105,7 @@ def test_the_command_prints_ranks_and_the_front(swept, pdsim_says):
     kept_up = "every point meets its SLO for 99 % of requests, so the order is mostly that of the offered rates"
     assert kept_up not in out
     assert kept_up in pdsim_says("best", str(swept), "--slo", "ttft=1h")[1]
+    assert "no point meets its SLO for 99 % of requests: " in pdsim_says("best", str(swept), "--slo", "ttft=1us")[1]
     assert pdsim_says("best", str(swept.parent))[0] == pdsim_says("best", str(swept), "--slo")[0] == 2
 
 

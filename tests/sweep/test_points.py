@@ -157,6 +157,7 @@ def test_infeasible_points_are_counted_and_shown_on_request(tmp_path, monkeypatc
         assert [line.split() for line in lines if " ok " in line] == [["1", "ok", "2.500"], ["2", "ok", "5.000"]]
         assert f"3 more cannot be run (pdsim show -v {tmp_path}), such as: 8 GPUs needed" in lines
         assert "hidden" not in file.getvalue()
+        assert lines[-1].endswith(f" report {tmp_path}")  # transfers have no goodput to rank
     assert all_of_it.getvalue().count("8 GPUs needed") == 3
 
 
