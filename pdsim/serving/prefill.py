@@ -36,7 +36,7 @@ from pdsim.serving.block_manager import BlockManager, out_of_memory, page_keys, 
 from pdsim.serving.cp_gather import ForwardGather
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.forward_runs import ForwardRuns, further
-from pdsim.serving.offload import TierMover, TierScheduler, tiers_of
+from pdsim.serving.offload import TierMover, TierScheduler, then, tiers_of
 from pdsim.serving.policies import handoff_of, step_pieces
 from pdsim.serving.rank_process import EngineRank, HandoffLeader, InstanceScheduler, Mover, Room
 from pdsim.serving.steps import PostingHost, iteration_seconds
@@ -401,8 +401,7 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
         # have found those pages, as they were scheduled, they are computed all the same.
         if forward is None or self.job.cache.found == "scheduled":
             return forward
-        asked = (*forward.chunks, *forward.cached)  # rather than all rooms, which wait by the thousand
-        rooms = ((chunk.room, self.rooms.get(chunk.room)) for chunk in asked)
+        rooms = ((chunk.room, self.rooms.get(chunk.room)) for chunk in forward.chunks)  # not all: thousands wait
         wanted = {number for number, room in rooms if room is not None and not room.failed}
         kept = [number for number, chunk in enumerate(forward.chunks) if chunk.room in wanted]
         if len(kept) == len(forward.chunks):
@@ -442,10 +441,9 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
             chunk, more = further(self, room, chunks[0])
             if more:
                 return Forwards(self.engine.incarnation, seconds, (chunk,), more=more)
-        travelling = gathered if self.job.gather else []
-        if self.job.prefill_time.exchange:
-            travelling = [sum(new for _, new in pieces)]
-        return Forward(self.engine.incarnation, seconds, tuple(chunks), tuple(cached), tuple(travelling))
+        if self.job.gather is None:
+            gathered = [sum(new for _, new in pieces)] if self.job.prefill_time.exchange else []
+        return Forward(self.engine.incarnation, seconds, tuple(chunks), tuple(cached), tuple(gathered))
 
     def _start(self, room: PrefillRequest) -> PrefillRequest | None:
         if self.handoff.start(room):
@@ -463,9 +461,8 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
         Those that are cached need no forward, except that of the last token.
         """
         request, number = room.request, room.request.room
-        keys = self.pages.usable(room.keys, request.input)
         count = self.job.page_count(request.input)
-        given = self.pages.allocate(number, count, keys)
+        given = self.pages.allocate(number, count, self.pages.usable(room.keys, request.input))
         if given is None:
             return None
         pages, cached = given
@@ -528,9 +525,7 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
             if self._next is None and self.launched >= self.clock.now:  # a forward that its launch bounds
                 self._next = self.next_forward(ahead=True)
             return max(0.0, self.launched - self.clock.now)
-        if not self.job.engine.overlap or not self._queue:
-            return 0.0
-        return max(0.0, 2 * self.host.costs.launch - forward)
+        return max(0.0, 2 * self.host.costs.launch - forward) if self.job.engine.overlap and self._queue else 0.0
 
     def _after_launch(self, forward: float, held_up: float, ahead: bool) -> float:
         # Posts of KV that go on beside a launch make it longer.  One that is launched *ahead* costs time only if its
@@ -555,7 +550,7 @@ class PrefillWorker:
         self.posts = PostingHost(job.engine.prefill, job.engine.variation, job.seed, f"{engine.instance}.send")
         self.scheduler: PrefillScheduler | None = None  # of the first rank
         self._passed = [0.0] * job.prefill.at(engine.index).pp  # when each earlier stage ends its last forward
-        self._gathering: Event | None = None  # of the last forward that is gathered or has been
+        self._gathering: Event | None = None  # the end of the last forward that is gathered, or whose tokens travel
         self._computing = 0  # forwards that have not ended; the device ends each
         self._computed_one = False  # whether one has since `_worked` was called
         self._unposted: deque[tuple[tuple[Chunk, ...], bool]] = deque()  # of forwards that have ended
@@ -656,9 +651,16 @@ class PrefillWorker:
             self.mover.started(self._early.pop(0))
 
     def _routed(self, forward: Event, message: Forward) -> Event:
+        # An exchange drops what is left of the one before, which a rank may still have when it hears of the next.
         exchange, tokens = self.engine.job.prefill_time.exchange, sum(message.tokens)
-        travelling = self.engine.traffic.exchange(tokens * exchange.network, tokens * exchange.port, message.seconds)
-        return self.engine.clock.all_of([forward, *travelling])
+        sizes = tokens * exchange.network, tokens * exchange.port, message.seconds
+        before, clock, traffic = self._gathering, self.engine.clock, self.engine.traffic
+        if before is None or before.processed:
+            self._gathering = clock.all_of([forward, *traffic.exchange(*sizes)])
+            return self._gathering
+        done = self._gathering = clock.event()
+        then(before, lambda: then(clock.all_of([forward, *traffic.exchange(*sizes)]), lambda: fire(done)))
+        return done
 
     def _gathered(self, message: Forward, computed: Event, done: Event) -> Program:
         # All ranks gather in one order, also those that hear of a forward before another has gathered the last.

@@ -12,7 +12,7 @@ from pdsim.config.compose import compose
 from pdsim.core.clock import Clock
 from pdsim.core.errors import ConfigError
 from pdsim.hardware.machine import Interconnect, Nic
-from pdsim.models.llm import Side
+from pdsim.models.llm import Parallel, Side
 from pdsim.serving.settings import Cache, Kv, SchedulerLimits, Workload
 from pdsim.sim.network import Network
 from pdsim.sim.topology import RATES, SideTraffic
@@ -138,6 +138,14 @@ def test_experts_on_other_nodes_put_tokens_on_the_links():
     ]
     # only the tokens of prefill come in on its nodes, the first four; KV leaves them
     assert sum(carried[:8]) == pytest.approx(tokens * each, rel=1e-6)
+
+
+def test_a_rank_ends_an_exchange_before_the_next():
+    config = spread()
+    side = Side(tp=8, dp=4, ep=8)  # a follower in each group, which hears of a forward before the last has ended
+    slow = replace(config.hw, nic=Nic(count=2, rate=1e7))
+    result = serve(replace(config, hw=slow, parallel=Parallel(prefill=side, decode=side)))
+    assert {metric.name: metric.value for metric in result.summary}["requests_ok"] == 40
 
 
 @pytest.mark.parametrize(
