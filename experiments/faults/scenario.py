@@ -54,6 +54,8 @@ from experiments.faults.settings import (
 )
 from experiments.faults.shortcuts import compared, long_prompts, sleeping
 from experiments.faults.sides import (
+    DEEP_SIDES,
+    FAR_SIDES,
     GATHER_PAIRS,
     GATHER_SIDES,
     GROUPS,
@@ -92,12 +94,12 @@ KINDS = {
     "late": "completions arrive late",
     "stray": "bytes move between post and completion",
     "shuffle": "simultaneous events, in any order of ranks",
-    "slow": "a rank is slower for a while",
-    "squeezes": "a link is cut or slow for a while",
+    "slow": "a rank is slow",
+    "squeezes": "a link is cut or slow",
     "aborts": "a quarter of the users leave",
     "kills": "a rank is killed",
     "restarts": "an instance that lost a rank starts again",
-    "torn": "a transfer moves in two to four parts",
+    "torn": "transfers move in parts",
     "losses": "several instances lose a rank each",
     "together": "a prefill and a decode instance start again",
     "silences": "a rank's messages are held, up to two deadlines",
@@ -140,6 +142,7 @@ KINDS = {
     "notices": "notifications arrive late",
     "overtakes": "one rank's messages arrive late",
     "hurries": "ranks stop with the last request",
+    "experts": "tokens travel to experts",
 }
 """The kinds of faults and unusual circumstances, and their effects: the table of `docs/faults.md`.
 
@@ -147,7 +150,7 @@ New kinds are appended: each is drawn in this order, so that the kinds of earlie
 
 RARE = {"router": 0.15, "silences": 0.5, "pauses": 0.5, "shares": 0.3, "tiers": 0.5, "halves": 0.4}
 RARE |= {"runs": 0.15, "layerwise": 0.4, "moments": 1.2, "users": 0.5, "wakes": 0.3, "blocks": 0.2}
-RARE |= {"notices": 0.5, "overtakes": 0.6, "hurries": 0.4}
+RARE |= {"notices": 0.5, "overtakes": 0.6, "hurries": 0.4, "experts": 0.3}
 """By how much less likely than the others these are: little can be checked after the loss of the router."""
 
 _EXCLUDED = {
@@ -268,6 +271,9 @@ def draw(
             config = replace(config, model=replace(_LLM, kv_heads=2))
         elif special < 0.4:  # decode asks which prefill group has a room
             prefill, decode = chosen("layouts.groups", GROUPS)
+        elif special < 0.55:
+            prefill, decode = chosen("layouts.deep", DEEP_SIDES)
+            config = replace(config, model=replace(_LLM, layers=4))
         config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
     if {"rings", "stages"} & {*kinds}:
         prefill, decode = chosen("rings", SEVERAL_WRITERS if "stages" in kinds else STAGED_SIDES)
@@ -309,6 +315,9 @@ def draw(
     own_sides = {"changes", "layerwise", "layouts", "rings", "shares"} & {*kinds} or gathers
     if "tiers" in kinds and not own_sides and random("tiers.sides").random() > 0.45:
         prefill, decode = chosen("tiers.pair", TIER_SIDES)
+        config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
+    elif "tiers" in kinds and not own_sides and "nodes" in kinds:
+        prefill, decode = chosen("tiers.far", FAR_SIDES)
         config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
     elif not own_sides and kinds_of_users and random("query.sides").random() < 0.8:
         prefill, decode = chosen("query.pair", GROUPS)

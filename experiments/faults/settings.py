@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pdsim.compute.forward import ForwardModel
-from pdsim.compute.roofline import ForwardTime
+from pdsim.compute.roofline import Exchange, ForwardTime
 from pdsim.config import Config
 from pdsim.hardware.costs import Collective, CollectiveModel, Engine
 from pdsim.hardware.machine import Host, Machine, Nic
@@ -314,6 +314,8 @@ def tiered(
         job = replace(job, prefill_pages=int(job.page_count(LONGEST[0]) * (1.0 + more)))
     if len(job.prefills) > 1 and random.random() > 0.6:  # another instance writes what this one is about to
         cache = replace(cache, shared=True, write="selective" if random.random() < 0.6 else cache.write)
+    if random.random() < 0.15 and cache.ssd + cache.remote:  # lower tiers alone
+        cache = replace(cache, host=0, prefetch="none")
     alike = list(requests)
     for number, request in enumerate(requests if fours < 0.5 else ()):
         first = requests[number - number % 4]
@@ -433,5 +435,28 @@ def late_programs(host: Host, random: np.random.Generator) -> Host:
     return replace(host, wake=wake, idle_wake=idle, idle_after=after)
 
 
+def exchanging(job: Deployment, random: np.random.Generator) -> Deployment:
+    """Return *job* whose tokens travel to experts of other ranks, for up to three times as long as forwards compute.
+
+    They share the links of transfers.  Stages and context-parallel ranks have no experts of their own.
+    """
+    times = []
+    for grid, time in ((job.prefill, job.prefill_time), (job.decode, job.decode_time)):
+        assert isinstance(time, ForwardTime)
+        size, way, latency, overlap = random.random(4).tolist()
+        nbytes = 10.0 ** (0.5 + 2.0 * size)  # of a token
+        exchange = Exchange(
+            network=nbytes * (way < 0.6),
+            port=nbytes * (way > 0.3),
+            network_rate=2e6,
+            port_rate=2e6,
+            latency=1e-4 * latency,
+            overlap=overlap < 0.5,
+        )
+        times.append(replace(time, exchange=exchange) if grid.pp * grid.cp == 1 else time)
+    return replace(job, prefill_time=times[0], decode_time=times[1])
+
+
 CHANGES = {"limits": limited, "grows": growing, "hosts": hosted, "pulls": pulled, "routes": routed}
+CHANGES |= {"experts": exchanging}
 """What kinds change of a deployment, in this order."""

@@ -97,3 +97,13 @@ LAYERED_SIDES = (  # some ranks write nothing: of latent models, and of context-
     (Side(tp=4), Side(tp=2)),
     (Side(tp=1, pp=2), Side(tp=1, instances=2)),
 )
+FAR_SIDES = (  # one prefill instance is on another node
+    (Side(tp=2, instances=3), Side(tp=1)),
+    (Side(tp=1, instances=6), Side(tp=2)),
+)
+DEEP_SIDES = (  # of four layers
+    (Side(tp=1, pp=4), Side(tp=1)),
+    (Side(tp=1, pp=3), Side(tp=2)),
+    (Side(tp=1, pp=3), Side(tp=1, pp=3)),
+    (Side(tp=1, pp=4), Side(tp=1, pp=4)),
+)

@@ -51,7 +51,9 @@ from pdsim.verify.leaks import LeakChecker
 from pdsim.verify.order import OrderChecker
 from pdsim.verify.ownership import OwnershipChecker
 from pdsim.verify.reached import Rooms, transition
+from pdsim.verify.schedules import ScheduleChecker
 from pdsim.verify.speech import SpeechChecker
+from pdsim.verify.stores import StoreChecker
 from pdsim.verify.waits import WaitChecker
 
 INVARIANTS = {
@@ -125,6 +127,8 @@ class InvariantChecker(Observer):
         self._agreement = AgreementChecker(self.report)
         self.order = OrderChecker(self.report)
         self.endings = EndingChecker(self.report)
+        self._schedules = ScheduleChecker(self.report)
+        self._stores = StoreChecker(self.report)
         self.written: dict[int, float] = {}  # rooms: when prefill has said that all of it has moved
         self.went_on: dict[int, float] = {}  # rooms: when decode has what it waited for, or gives up
         self._members: dict[str, Any] = {}
@@ -164,6 +168,8 @@ class InvariantChecker(Observer):
         self.order.joined(member)
         self._speech.joined(member)
         self.endings.joined(member)
+        self._schedules.joined(member)
+        self._stores.joined(member)
         if isinstance(member, Router):
             return
         scheduler: Any = member.scheduler

@@ -288,13 +288,13 @@ def _work(scheduler: Any) -> str:
             request = waiting[scheduler.policy.admit(waiting)]
             if preemption.memory.admits(request.input, len(scheduler.rooms)):
                 reach = request.input + request.output
-                if _fits(scheduler, request, scheduler.pages.output(request), reach):
+                if fits(scheduler, request, scheduler.pages.output(request), reach):
                     return f"room {request.room} could have pages"
     else:
         waiting = scheduler._queue
         chosen = scheduler.policy.prefill(waiting, scheduler.job.chunk) if waiting else None
         first: Any = None if chosen is None else waiting[chosen[0]]
-        if first is not None and (first.has_pages or _fits(scheduler, first.request, 0, first.request.input)):
+        if first is not None and (first.has_pages or fits(scheduler, first.request, 0, first.request.input)):
             return f"room {first.request.room} could be computed"
         if getattr(handoff, "_moved", ()):
             return "decode has not heard of what it has read"
@@ -306,7 +306,8 @@ def _work(scheduler: Any) -> str:
     return "nothing will give pages back to the first that waits"
 
 
-def _fits(scheduler: Any, request: Any, output: int, reach: int) -> bool:
+def fits(scheduler: Any, request: Any, output: int, reach: int) -> bool:
+    """Return whether there are pages, rows and a slot for *request* and *output* tokens, if none are shared."""
     pool, state = scheduler.pages.pool, scheduler.pages.state
     if pool.rounded(scheduler.job.page_count(request.input + output)) > pool.free:
         return False

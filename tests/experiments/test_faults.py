@@ -222,7 +222,7 @@ DEFECTS = [
     # a follower sent cached pages before the chunks of the forward before, its leader after them
     (75, 12, "edges hosts caches", (PrefillWorker, "_started", lambda self, it: self.mover.started(it)), "I7"),
     # two forwards of a later stage gathered at a time, and not in one order on all ranks
-    (19, 2, "delays layouts gathers", (PrefillWorker, "_gathered", gathers_out_of_turn), "I5"),
+    (641, 4, "delays layouts gathers", (PrefillWorker, "_gathered", gathers_out_of_turn), "I5"),
     # D5: a message to an earlier incarnation left a room behind at a rank that was started again
     (6031, 39, "delays slow kills restarts", (PushDecode, "_arrive", takes_any), "I8"),
     # the first request of a queue was withdrawn, and nobody looked at those behind it, which fit

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tiers below GPU memory keep, find and move: accounts of their own, a part of `pdsim.verify.invariants`.
+
+Each store is followed page by page: it has at most as many as its tier may, those that were used last.  A request
+finds all that is there, in whole objects; and what is moved for it is what was found, where it was found.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import takewhile
+from typing import Any
+
+from pdsim.serving.router import Router
+
+Report = Callable[[str, str], None]
+
+
+class StoreChecker:
+    """Calls *report* with an invariant (I8, I10 or I14) and a text for what is kept, found or moved wrongly."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._stores: dict[int, _Store] = {}  # by identity: instances may share one
+
+    def joined(self, member: Any) -> None:
+        """Watch *member*, a rank's program."""
+        tiers: Any = None if isinstance(member, Router) else getattr(member.scheduler, "tiers", None)
+        if tiers is None:
+            return
+        cache, instances = member.job.cache, len(member.job.prefills)
+        for tier, store in tiers._tiers.stores.items():
+            pages = int(getattr(cache, tier) // member.job.page_size)
+            most = pages * (instances if cache.shared and tier != "remote" else 1)
+            if id(store) not in self._stores:
+                self._stores[id(store)] = _Store(self._report, tier, store, most)
+        _Moves(self._report, member, tiers)
+
+
+class _Store:
+    """One tier, which has the order in which its pages were used last."""
+
+    def __init__(self, report: Report, tier: str, store: Any, most: int) -> None:
+        self._report, self._tier, self._store, self._most = report, tier, store, most
+        self._used = OrderedDict[int, int](store._kept)
+        store.put = partial(self._puts, store.put)
+        store.touch = partial(self._touches, store.touch)
+
+    def _puts(self, put: Callable[[Sequence[int], int], None], keys: Sequence[int], node: int) -> None:
+        put(keys, node)
+        for key in reversed(keys):  # of a prompt the beginning is used last
+            self._used[key] = self._used.pop(key, node)
+        while len(self._used) > self._most:
+            self._used.popitem(last=False)
+        self._check("keeps")
+
+    def _touches(self, touch: Callable[[Sequence[int]], None], keys: Sequence[int]) -> None:
+        touch(keys)
+        for key in reversed(keys):
+            if key in self._used:
+                self._used[key] = self._used.pop(key)
+        self._check("has used")
+
+    def _check(self, verb: str) -> None:
+        kept, used = [*self._store._kept.items()], [*self._used.items()]
+        if kept != used:
+            what = f"{kept}, not the last {self._most}: {used}"
+            self._report("I8", f"{self._tier} {verb} pages {what}"[:400])
+            self._used = OrderedDict(kept)
+
+
+class _Moves:
+    """Watches what the scheduler of *member* finds in tiers, and has moved."""
+
+    def __init__(self, report: Report, member: Any, tiers: Any) -> None:
+        self._report, self._member, self._tiers = report, member, tiers
+        self._due: tuple[Any, ...] | None = None  # reads and writes of the message that follows
+        pool = self._pool = member.scheduler.pages.pool
+        pool.reuse = partial(self._reuses, pool.reuse)
+        tiers._prefetch = partial(self._prefetches, tiers._prefetch)
+        tiers._move = partial(self._plans, tiers._move)
+        mover = member.worker.tiers
+        mover.move = partial(self._moves, mover.move)
+
+    def _reuses(self, reuse: Callable[..., Any], room: int, count: int, keys: Sequence[int]) -> Any:
+        cache, stores = self._member.job.cache, self._tiers._tiers.stores
+        direct = [stores[tier] for tier in stores if tier == "host" or cache.prefetch == "none"]
+        here = [key in self._pool._cached for key in keys]
+        hits = here.index(False) if False in here else len(keys)
+        found = hits
+        while found < len(keys) and any(keys[found] in store._kept for store in direct):
+            found += 1
+        objects = max(1, cache.chunk // self._member.job.page_size)
+        found = max(hits, found - found % objects)
+        found = hits + [*here[hits:found], True].index(True)  # one that is here after others has its own page
+        given = reuse(room, count, keys)
+        if given is not None and given[1] != found:
+            what = f"{given[1]} cached pages, {hits} are here and {found - hits} follow in tiers"
+            self._report("I14", f"room {room} on {self._member.rank.name} finds {what}")
+        return given
+
+    def _prefetches(self, prefetch: Callable[..., Any], room: Any, missing: Sequence[Any]) -> Any:
+        stores, here = self._tiers._tiers.stores, {*takewhile(self._pool._cached.__contains__, room.keys)}
+        for key, (tier, node) in missing:
+            if tier == "host" or stores[tier]._kept.get(key) != node or key in here:
+                what = f"prefetches a page from {tier} of node {node}, which has it not, or is not to be asked"
+                self._report("I10", f"room {room.request.room} on {self._member.rank.name} {what}")
+        return prefetch(room, missing)
+
+    def _plans(
+        self, move: Callable[..., Any], out: Sequence[Any], back: Iterable[Any], prefetch: bool = False
+    ) -> Any:
+        back, tiers, own = [*back], self._tiers._tiers, self._member.traffic.node
+        reads = Counter((tier, -1 if node == own else node) for tier, node in back)
+        lacking = {tier: sum(key not in store._kept for key, _ in out) for tier, store in tiers.stores.items()}
+        writes = Counter({(tier, -1): count for tier, count in lacking.items() if count and tier != "host"})
+        self._due = self._sizes(reads), self._sizes(writes), lacking.get("host", len(out)) * self._tiers._page_bytes
+        return move(out, back, prefetch)
+
+    def _sizes(self, pages: Counter[Any]) -> dict[Any, tuple[int, int]]:
+        chunk = max(1, self._member.job.cache.chunk // self._member.job.page_size)
+        return {where: (count * self._tiers._page_bytes, -(-count // chunk)) for where, count in pages.items()}
+
+    def _moves(self, move: Callable[[Any], Any], message: Any) -> Any:
+        due, self._due = self._due, None
+        reads, writes = (
+            {(each.tier, each.node): (each.nbytes, each.objects) for each in part}
+            for part in (message.reads, message.writes)
+        )
+        if due is not None and due != (reads, writes, message.nbytes):
+            what = f"reads {reads}, writes {writes} and {message.nbytes} bytes, not {due}"
+            self._report("I14", f"{self._member.rank.name} {what}")
+        return move(message)
