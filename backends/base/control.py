@@ -19,7 +19,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from backends.base.processes import myself
-from backends.base.zmq_channel import FAILURES, Inbox, Keys, dial
+from backends.base.zmq_channel import FAILURES, Inbox, Keys, dial, refusal
 from pdsim.core.clock import WallClock
 from pdsim.core.errors import MessageError, PeerLost
 
@@ -132,8 +132,8 @@ class Control:
             event = recv_monitor_message(line.monitor)["event"] if line.monitor.poll(int(timeout * 1e3)) else 0
             if event != zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._hang_up(line)
-                reason = "refused the connection" if event else f"did not answer within {timeout:g} s"
-                raise PeerLost(f"{line.name} at {card.uri} {reason}")
+                reason = refusal(card.uri) if event else f"did not answer within {timeout:g} s"
+                raise PeerLost(f"{line.name} at {card.uri}: {reason}")
             self._add(line)
             self.send(line, _HELLO, msgspec.msgpack.encode(self.card))
         self._watch(line)

@@ -7,6 +7,7 @@ rank of the same job.  The connection, not the message, says who the sender is. 
 that its process inherits, and end with the job.  Engines keep ports of their own, which this does not protect.
 """
 
+import errno
 import os
 import socket as sockets
 import threading
@@ -18,6 +19,7 @@ import msgspec
 import zmq
 from simpy.events import Event
 from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
 
 from pdsim.core.clock import Mailbox, WallClock
 from pdsim.core.errors import BackendUnavailable, MessageError, TransferFailed
@@ -33,6 +35,9 @@ FAILURES = (
 )
 """Events of a socket's monitor that say that a handshake has failed."""
 
+WIDEN = "end what holds them, or widen net.ipv4.ip_local_port_range"
+_BEGUN = zmq.EVENT_CONNECT_DELAYED | zmq.EVENT_CONNECTED
+_BEGINNING_MS = 1000  # in which libzmq's thread begins to connect, or cannot: microseconds, if it gets a processor
 _ZAP = "inproc://zeromq.zap.01"  # where a context asks who may connect: RFC 27
 _VERSION = b"1.0"
 
@@ -132,10 +137,7 @@ class Inbox:
         try:
             self._port = self._socket.bind_to_random_port(f"tcp://{bind}")
         except zmq.ZMQError as error:
-            raise BackendUnavailable(
-                f"no port is free at {bind}: {error.strerror}; end what holds them, or widen "
-                "net.ipv4.ip_local_port_range"
-            ) from None
+            raise BackendUnavailable(f"no port is free at {bind}: {error.strerror}; {WIDEN}") from None
         self.uri = f"tcp://{bind}:{self._port}"
         self._fd = int(self._socket.FD)
         self._deliver, self._full = deliver, full
@@ -210,6 +212,15 @@ def dial(context: Any, uri: str, keys: Keys, rank: str, prepare: Callable[[Any],
     return socket
 
 
+def refusal(uri: str) -> str:
+    """Return why *uri* cannot be connected to, which just failed."""
+    host, _, port = uri.removeprefix("tcp://").rpartition(":")
+    with sockets.socket() as probe:
+        probe.setblocking(False)
+        none = probe.connect_ex((host, int(port))) == errno.EADDRNOTAVAIL
+    return f"no port is free to connect from; {WIDEN}" if none else "refused the connection"
+
+
 class ZmqChannel:
     """Ordered messages between ranks; see `pdsim.transfer.Channel`.  Used on the clock's thread only.
 
@@ -257,7 +268,7 @@ class ZmqChannel:
                 raise KeyError(f"no rank {receiver!r}; there are {', '.join(sorted(self._uris)) or 'no others'}")
             if not self._uris[receiver]:
                 return  # it is gone, and the next incarnation not there yet
-            self._sockets[receiver] = dial(self._context, self._uris[receiver], self._keys, receiver)
+            self._sockets[receiver] = self._dial(receiver)
         socket = self._sockets[receiver]
         if socket is None:
             return
@@ -266,6 +277,25 @@ class ZmqChannel:
         except zmq.Again:  # it is gone, or counts as gone: no later message may overtake this one
             socket.close(linger=0)
             self._sockets[receiver] = None
+
+    def _dial(self, receiver: str) -> Any:
+        # libzmq says to its monitor alone that it has no port to connect from, and messages would wait for ever.
+        monitors: list[Any] = []
+        uri = self._uris[receiver]
+        socket = dial(
+            self._context,
+            uri,
+            self._keys,
+            receiver,
+            lambda socket: monitors.append(socket.get_monitor_socket(_BEGUN | zmq.EVENT_CLOSED)),
+        )
+        with monitors[0] as monitor:
+            failed = monitor.poll(_BEGINNING_MS) and recv_monitor_message(monitor)["event"] == zmq.EVENT_CLOSED
+            socket.disable_monitor()
+        if failed and (problem := refusal(uri)).startswith("no port"):
+            socket.close(linger=0)
+            raise BackendUnavailable(f"{receiver} at {uri}: {problem}")
+        return socket
 
     def listen(self, topic: bytes, deliver: Callable[[Message], None]) -> None:
         """Call *deliver* with every message of *topic*, those that came before included.

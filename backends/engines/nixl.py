@@ -27,6 +27,7 @@ from backends.base.device import RealBuffer
 from backends.base.endpoint import RealEndpoint
 from backends.base.processes import captured_stderr, installed, prepare
 from backends.base.transfers import Entry, PeerState, PostedTransfer, PostingThreads
+from backends.base.zmq_channel import WIDEN
 from backends.capabilities import EngineLibrary, Variant, declared
 from backends.cuda.cuda_device import CudaDevice
 from backends.diagnosis import rdma_devices
@@ -169,7 +170,7 @@ class NixlEndpoint(RealEndpoint):
         except Exception as error:
             raise BackendUnavailable(
                 f"backend {self.settings.name!r}: NIXL did not start: {error}; unless UCX names another cause, no "
-                "port is free: end what holds them, or widen net.ipv4.ip_local_port_range"
+                f"port is free: {WIDEN}"
             ) from error
         return agent, log()
 

@@ -99,8 +99,8 @@ class Processes:
         killed are lost with it. *pause* stops ranks by SIGSTOP, each from one time to another, when SIGCONT lets it
         go on.
 
-        Raise `BackendUnavailable` or a `ConfigError` if the engine or the configuration keeps a rank from starting,
-        and another `TransferError` if something else does.
+        Raise `BackendUnavailable` or a `ConfigError` if the machine, the engine or the configuration keeps a rank
+        from starting or connecting, and another `TransferError` if something else does.
         """
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if files != resource.RLIM_INFINITY and files < FILES:
@@ -342,6 +342,8 @@ class _ProcessJob:
             now = time.monotonic() - self._origin
             if isinstance(message, Done):
                 child.done, child.seconds = message, now
+                if message.error.startswith(f"{BackendUnavailable.__name__}: "):  # and others would wait for it
+                    raise _rebuilt(child, message.error)
             elif isinstance(message, WorkerReady):  # of one that was started again
                 child.uri = message.uri
                 for other in self._children.values():

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from backends.base.zmq_channel import WIDEN
 from backends.emulation.link.emulated_link import missing_requirements
 from backends.jobs.launcher import Processes
 from backends.jobs.spawn import spawn
@@ -108,7 +109,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMESPACES = ["unshare", "--net", "--mount", "sh", "-c"]
 NO_PORT = "echo 32768 32769 > /proc/sys/net/ipv4/ip_local_port_range"
 FEW_PORTS = NO_PORT.replace("32769", "32772")  # for channels, but not for all of an engine
-WIDEN = "end what holds them, or widen net.ipv4.ip_local_port_range"
+NONE_LEFT = NO_PORT.replace("32769", "32773")  # for all that three ranks on Mooncake listen on, and no more
 FULL = "mount -t tmpfs -o size=16k tmpfs /dev/shm && head -c 16384 /dev/zero > /dev/shm/full"
 SERVING = [sys.executable, "-m", "pdsim", "run", "target=real", "hw=loopback", "workload=smoke", "workload.count=3"]
 ENGINES = MARKED[:2]
@@ -137,8 +138,8 @@ def test_a_full_shared_memory_changes_nothing(engine, tmp_path):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     ("before", "way_out"),
-    [(NO_PORT, WIDEN), (FEW_PORTS, WIDEN), ("ulimit -n 24", "ulimit -n 256")],
-    ids=["ports", "some ports", "files"],
+    [(NO_PORT, WIDEN), (FEW_PORTS, WIDEN), (NONE_LEFT, WIDEN), ("ulimit -n 24", "ulimit -n 256")],
+    ids=["ports", "some ports", "ports to connect", "files"],
 )
 def test_what_has_run_out_ends_the_run_in_one_line(engine, before, way_out, tmp_path):
     done = run(engine, tmp_path, before)
