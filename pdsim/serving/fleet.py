@@ -39,7 +39,7 @@ class Fleet:
         """Start and drain until *wanted* instances of each side run, at least *least*; return those that start.
 
         *load* has the instances that are there, and how busy each is: the least busy drains first, of equals
-        the last.  What there are no GPUs for does not start.  *how* goes into `changes`.
+        the last, while *least* others serve.  What there are no GPUs for does not start.  *how* goes into `changes`.
         """
         begun = []
         for side, (names, number) in enumerate(zip(self.sides, wanted, strict=True)):
@@ -57,7 +57,8 @@ class Fleet:
                     begun.append(name)
                     self.changes.append((now, name, how))
             serving.sort(key=lambda name: (load[name], -names.index(name)))
-            for name in serving[: max(0, running - number)]:
+            spare = len(serving) - least  # those that start do not serve yet
+            for name in serving[: max(0, min(running - number, spare))]:
                 self.resting.add(name)
                 self.draining.append(name)
                 self.changes.append((now, name, "draining"))

@@ -61,6 +61,16 @@ def scaled(autoscale: Autoscale, workload: Workload = CALM, **changes: Any) -> A
     return serve(configured(TWO, TWO, workload=workload, autoscale=autoscale, **changes))
 
 
+def test_the_last_that_serves_stays_while_another_starts():
+    load = {"prefill0": 0.0, "prefill1": 0.0, "decode0": 0.0}
+    fleet = Fleet((("prefill0", "prefill1"), ("decode0",)), {"prefill1"})
+    assert fleet.scale((2, 1), 1, load, 0.0) == ["prefill1"]
+    assert fleet.scale((1, 1), 1, load, 1.0) == fleet.draining == []
+    fleet.serve("prefill1", 2.0)
+    assert fleet.scale((1, 1), 1, load, 3.0) == []
+    assert fleet.draining == ["prefill1"]
+
+
 NIGHT = Autoscale(policy="schedule", options={"steps": [[0, 1, 1], [3.0, 2, 2]]}, every=1.0, start=2.0)
 
 
