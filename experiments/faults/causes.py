@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, S
 from dataclasses import dataclass, field
 from itertools import pairwise, product
 from math import inf, isclose
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pdsim.hardware.costs import Collective, Engine
 from pdsim.hardware.machine import Machine
@@ -57,7 +57,7 @@ class Scenario:
     text: str  # one line
     misspeaks: Mapping[str, tuple[float, str]] = field(default_factory=dict)  # ranks, when, and who cannot read it
     outages: Sequence[tuple[float, float]] = ()  # when the router fails, and when it works again
-    hurried: bool = False  # whether ranks stop when all requests have ended, whatever is pending then
+    hurried: bool = False  # whether ranks stop with the last request, also if messages and transfers are pending
     plain: bool = False  # whether nothing goes wrong, and it is run twice (`experiments.faults.shortcuts`)
 
 
@@ -89,6 +89,14 @@ class History(NamedTuple):
     def instances(self) -> set[str]:
         """The instances that it was sent to."""
         return {instance for *_, prefill, decode in self.tries for instance in (prefill, decode)}
+
+
+class Record(NamedTuple):
+    """What the router has kept: its *value*, and what became of all requests; *last* is where each ended."""
+
+    value: Mapping[str, Any]  # nothing if it was lost
+    histories: list[History]
+    last: list[int]
 
 
 def outages(
@@ -134,6 +142,7 @@ class Causes:
         self._histories: list[History] = []  # in the order of requests, of each as often as its user sent it
         self._last: list[int] = []  # by request: the place of the last of its own
         self._nbytes: list[int] = []
+        self._value: Mapping[str, Any] = {}  # of the router
         self._held: Set[int] = frozenset()
         self._broken: Set[int] = frozenset()
         self._generated: Set[int] = frozenset()
@@ -200,6 +209,7 @@ class Causes:
         if value is None:
             return [] if ROUTER in self._kill else [""] * len(self._scenario.requests)
         dead = [name for name, rank in outcome.ranks.items() if rank.error]
+        self._value = value
         self._outages = outages(self._kill, self._scenario.restart, dead, self._scenario.faults.absences)
         again = self._scenario.restart
         self._left = {
@@ -216,6 +226,11 @@ class Causes:
         self._nbytes = [row[2] for row in value["rows"]]
         self._held = held
         return statuses
+
+    @property
+    def record(self) -> Record:
+        """What the router has kept."""
+        return Record(self._value, self._histories, self._last)
 
     def last(self, number: int, status: str) -> bool:
         """Return whether the request of that *number* may have ended with *status*."""
@@ -372,7 +387,8 @@ class Causes:
             out = {name for name in self._instances if self._is_out(name, past.ended, past.ended)}
             left = {name for name, span in self._left.items() if span.reaches(past.ended, past.ended)}
             sides = self._scenario.job.prefills, self._scenario.job.decodes
-            return any(out & {*side} and out | left >= {*side} for side in sides)
+            rests = self._scenario.job.autoscale.policy != "none"  # those that are not out may, by load
+            return any(out & {*side} and (rests or out | left >= {*side}) for side in sides)
         named = _INSTANCE.search(status)
         return named is not None and named[0] in past.instances and self._is_out(named[0], past.began, past.ended)
 

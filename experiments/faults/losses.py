@@ -36,7 +36,7 @@ Draw = Callable[[str], np.random.Generator]
 def faults_of(random: Draw, kinds: Sequence[str], ranks: Sequence[str], span: float, deadline: float) -> Faults:
     """Return what goes wrong in *span* seconds; *deadline* is how long others wait for a silent one of *ranks*.
 
-    All numbers are drawn whatever *kinds* has, so that a kind which is left out changes none of the others.
+    All numbers are drawn for any *kinds*, so that a kind which is left out changes none of the others.
     """
     plan = random("plan")
     share, delay, late, lateness = plan.random(4).tolist()

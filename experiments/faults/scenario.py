@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from experiments import serve
+from experiments.faults.accounts import misdrained, misreported, misrouted
 from experiments.faults.causes import Causes, Scenario
 from experiments.faults.late import DEADLINE, overtaken, stale, unanswered
 from experiments.faults.losses import (
@@ -143,6 +145,7 @@ KINDS = {
     "overtakes": "one rank's messages arrive late",
     "hurries": "ranks stop with the last request",
     "experts": "tokens travel to experts",
+    "scales": "autoscaling",
 }
 """The kinds of faults and unusual circumstances, and their effects: the table of `docs/faults.md`.
 
@@ -150,7 +153,7 @@ New kinds are appended: each is drawn in this order, so that the kinds of earlie
 
 RARE = {"router": 0.15, "silences": 0.5, "pauses": 0.5, "shares": 0.3, "tiers": 0.5, "halves": 0.4}
 RARE |= {"runs": 0.15, "layerwise": 0.4, "moments": 1.2, "users": 0.5, "wakes": 0.3, "blocks": 0.2}
-RARE |= {"notices": 0.5, "overtakes": 0.6, "hurries": 0.4, "experts": 0.3}
+RARE |= {"notices": 0.5, "overtakes": 0.6, "hurries": 0.4, "experts": 0.3, "scales": 0.3}
 """By how much less likely than the others these are: little can be checked after the loss of the router."""
 
 _EXCLUDED = {
@@ -158,6 +161,7 @@ _EXCLUDED = {
     "crowds": {"sizes", "edges"},
     "layerwise": {"stages", "rings", "pulls", "gathers"},
     "blocks": {"full"},  # one of its pages may have more descriptors
+    "scales": {"changes", "router", "layerwise"},
     "hurries": {"changes", "halves", "pauses", "router", "silences", "stale"},
 }
 _EXCLUDED["runs"] = KINDS.keys() - {"runs", "aborts", "hosts", "engines", "nodes"}
@@ -302,17 +306,18 @@ def draw(
     if "caches" in kinds and config.model.hybrid.pattern != "a":  # a prefix cache keeps no state beside KV
         config = replace(config, model=_LLM)
     both = config.parallel.prefill, config.parallel.decode
-    if "changes" in kinds and max(side.instances * side.dp for side in both) == 1:  # somebody serves meanwhile
+    alone = max(side.instances * side.dp for side in both) == 1
+    if {"changes", "scales"} & {*kinds} and alone:  # somebody serves meanwhile
         prefill, decode = chosen("changes.sides", GATHER_PAIRS if gathers else PAIRS)
         if "stages" in kinds:
             prefill, decode = chosen("changes.staged", STAGED_PAIRS)
         config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
-    elif {"users", "moments"} & {*kinds} and max(side.instances * side.dp for side in both) == 1:
+    elif {"users", "moments"} & {*kinds} and alone:
         prefill, decode = chosen("users.sides", GATHER_PAIRS if gathers else PAIRS)
         if random("users.pair").random() < 0.5 and not {"stages", "rings", "layerwise", "runs", "shares"} & {*kinds}:
             config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
     kinds_of_users = {"moments", "users"} & {*kinds} and "stages" not in kinds
-    own_sides = {"changes", "layerwise", "layouts", "rings", "shares"} & {*kinds} or gathers
+    own_sides = {"changes", "layerwise", "layouts", "rings", "scales", "shares"} & {*kinds} or gathers
     if "tiers" in kinds and not own_sides and random("tiers.sides").random() > 0.45:
         prefill, decode = chosen("tiers.pair", TIER_SIDES)
         config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
@@ -523,12 +528,16 @@ def attempt(scenario: Scenario) -> Tried:
         checks.order.transferred(rank.transfers)
     statuses = causes.know(outcome, checks.held, checks.broken_rooms, checks.endings.generated)
     bounds = checks.bounds
-    wrong = causes.unrecovered(outcome), causes.sent_wrongly(bounds.moved)
+    record = causes.record
+    unrecovered = chain(causes.unrecovered(outcome), misdrained(scenario, record))
+    sent_wrongly = chain(causes.sent_wrongly(bounds.moved), misrouted(scenario, record, checks.submitted))
     for what in causes.unexplained():
         checks.report("I5", what)
-    miscounted = causes.miscounted(bounds.nbytes, checks.given_up)
+    miscounted = chain(
+        causes.miscounted(bounds.nbytes, checks.given_up), misreported(scenario, record, checks.finished)
+    )
     stuck = causes.stuck(checks.written, checks.went_on)
-    violations = checks.finish(statuses, causes.last, *wrong, miscounted, stuck)
+    violations = checks.finish(statuses, causes.last, unrecovered, sent_wrongly, miscounted, stuck)
     counts = dict(Counter(status.partition(":")[0] for status in statuses))
     return Tried(scenario.seed, violations, counts, outcome.events, scenario.text, dict(checks.reached))
 

@@ -17,6 +17,7 @@ from pdsim.kv.allgather import MEMORIES
 from pdsim.kv.pages import ORDERS
 from pdsim.kv.policy import Staging
 from pdsim.models.llm import Parallel, Side
+from pdsim.serving.autoscale import Autoscale
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.requests import HASHED
 from pdsim.serving.settings import Cache, HostCosts
@@ -226,9 +227,48 @@ def pulled(job: Deployment, random: np.random.Generator) -> Deployment:
 
 
 def routed(job: Deployment, random: np.random.Generator) -> Deployment:
-    """Return *job* with a routing policy that needs no cache, and retries from none to three."""
-    policy, unknown, retries = random.random(3).tolist()
-    return replace(job, policy=_ROUTES[int(4 * policy)], output_known=unknown < 0.5, retries=int(4 * retries))
+    """Return *job* with routing policies that need no cache, and retries from none to three."""
+    policy, unknown, retries, by_chance, apart, other = random.random(6).tolist()
+    routes = *_ROUTES, "random"
+    return replace(
+        job,
+        policy="random" if by_chance < 0.1 else _ROUTES[int(4 * policy)],
+        decode_policy=routes[int(5 * other)] if apart < 0.3 else "",
+        output_known=unknown < 0.5,
+        retries=int(4 * retries),
+        rates=_rates(job, random),
+    )
+
+
+def _rates(job: Deployment, random: np.random.Generator) -> dict[str, dict[str, float]]:
+    # What a router may know: bytes/s from each prefill instance to each decode instance; a third knows nothing.
+    if random.random() < 1 / 3:
+        return {}
+    return {one: {other: 10.0 ** float(random.uniform(5.5, 7.0)) for other in job.decodes} for one in job.prefills}
+
+
+def scaled(job: Deployment, random: np.random.Generator) -> Deployment:
+    """Return *job* whose instances start and drain as a policy of autoscaling says, half of the time within GPUs."""
+    policy, low, high, share, gpus = random.random(5).tolist()
+    every, start, switch = (10.0 ** random.uniform((-1.7, -3.0, -3.0), (-0.5, -0.5, -1.0))).tolist()
+    steps = [[0.04 * number, *random.integers(1, 4, 2).tolist()] for number in range(6)]
+    options: tuple[dict[str, Any], ...] = (
+        {"steps": steps, "day": 0.24},
+        {"queue_up": 4 * high, "queue_down": 2 * low, "kv_up": 0.6 * high, "kv_down": 0.3 * low},
+        {"queue": 6 * high, "queue_spare": 3 * low, "kv": 0.8 * high, "kv_spare": 0.3 * low},
+    )
+    which, sizes = int(3 * policy), (len(job.prefills) * job.prefill.size, len(job.decodes) * job.decode.size)
+    least = job.prefill.size + job.decode.size
+    autoscale = Autoscale(
+        policy=("schedule", "thresholds", "saturation")[which],
+        options=options[which],
+        every=every,
+        sample=every * (0.2 + 0.8 * share),
+        start=start,
+        switch=switch,
+        gpus=least + int((sum(sizes) - least + 1) * 2 * gpus) if gpus < 0.5 else 0,
+    )
+    return replace(job, autoscale=autoscale)
 
 
 def gathering(config: Config, sides: tuple[Side, Side], large: int, random: np.random.Generator) -> Config:
@@ -279,7 +319,7 @@ def cached(
         )
     routes, pairs, ahead = random.random(3).tolist()
     if routes < 0.4:
-        job = replace(job, policy="first_token" if pairs < 0.5 else "cache_aware")
+        job = replace(job, policy="first_token" if pairs < 0.5 else "cache_aware", rates=_rates(job, random))
     if cache.found == "scheduled" and ahead < 0.7:  # rooms that fail between two forwards
         job = replace(job, engine=replace(job.engine, ahead=True))
     return replace(job, cache=cache, staging=None if cache.decode else job.staging), alike
@@ -458,5 +498,5 @@ def exchanging(job: Deployment, random: np.random.Generator) -> Deployment:
 
 
 CHANGES = {"limits": limited, "grows": growing, "hosts": hosted, "pulls": pulled, "routes": routed}
-CHANGES |= {"experts": exchanging}
+CHANGES |= {"experts": exchanging, "scales": scaled}
 """What kinds change of a deployment, in this order."""

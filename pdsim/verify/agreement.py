@@ -39,6 +39,7 @@ class AgreementChecker:
         self._now = -1.0
         self._suspects: dict[str, set[tuple[str, str]]] = {}  # by rank: what was wrong at the instant before
         self._told: set[tuple[str, str]] = set()
+        self._proven: dict[int, dict[str, int]] = {}  # by fence: epochs that are proven to be gone
 
     def joined(self, member: Any) -> None:
         """Watch *member*, a rank's program."""
@@ -92,6 +93,10 @@ class AgreementChecker:
 
     def _reached(self, member: Any, fence: Any) -> Wrong:
         # Who has been proven to be gone cannot connect any more, and its end was noticed before.
+        key = id(fence)
+        if any(fence._proven.get(name, 0) < epoch for name, epoch in self._proven.get(key, {}).items()):
+            yield "I3", f"it takes back that {self._proven[key]} are proven to be gone: {fence._proven}"
+        self._proven[key] = dict(fence._proven)
         for peer, ones in member.rank.endpoint.inbound.items():
             proven = fence._proven.get(instance_of(peer), 0)
             own = [self._of[id(one)].incarnation for one in ones if id(one) in self._of]
@@ -115,7 +120,7 @@ def _accounts(router: Any) -> Wrong:
         formed = {instance for instance in side.names if registry.formed(instance)}
         if side.load.keys() != formed:
             yield "I14", f"{sorted(side.load)} get requests, {sorted(formed)} are formed"
-        if formed and formed <= registry.resting:
+        if formed and formed <= registry.resting and router.autoscaler is None:  # which hears of no loss
             yield "I13", f"{sorted(formed)} drain, and no other {name} instance serves"
         for instance, tokens in side.load.items():
             current = registry.current(instance)
@@ -133,6 +138,19 @@ def _accounts(router: Any) -> Wrong:
         own = sum(each.outstanding[2] for each in requests.values() if instance_of(each.decode) == instance)
         if tokens != own:
             yield "I14", f"{tokens} tokens are on the way to {instance}, its requests have {own}"
+    for prefill, decode in registry._introduced:
+        if not (registry.alive(prefill) and registry.alive(decode)):
+            yield "I8", f"{prefill} and {decode} count as introduced, and one of them is over"
+    for side, place, name in sides:
+        for replica, view in enumerate(side._views):
+            own = Counter[str]()
+            for each in requests.values():
+                if each.number % router.job.routers == replica and registry.alive(getattr(each, name)):
+                    own[instance_of(getattr(each, name))] += each.outstanding[place]
+            # with exchanges it knows of those of others, too
+            other = not side._sync and any(tokens != own[instance] for instance, tokens in view.items())
+            if other or view.keys() - side.load.keys():
+                yield "I14", f"replica {replica} knows of {view} tokens, its requests have {own}"
     if over := membership.directory._values.keys() - requests.keys():
         yield "I8", f"it is remembered where rooms {sorted(over)} went, which are over"
     if membership.draining.keys() - registry.resting:

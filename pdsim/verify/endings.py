@@ -18,6 +18,7 @@ from pdsim.kv.messages import (
     Fenced,
     Finished,
     Leave,
+    PrefillDone,
     Stop,
     TransferDone,
     epoch_of,
@@ -42,8 +43,13 @@ _SETTLED = 0.5
 class EndingChecker:
     """Calls *report* with an invariant (I3, I5, I8, I11, I12 or I15) and a text for what ends wrongly."""
 
-    def __init__(self, report: Callable[[str, str], None]) -> None:
+    def __init__(self, report: Callable[[str, str], None], hurried: bool = False) -> None:
         self._report = report
+        self._hurried = hurried
+        self._closed: dict[int, str] = {}  # by room: the status that it came to, also if its user asks again
+        self._answered: set[int] = set()  # rooms whose prompt was computed while nothing was lost
+        self._before: dict[int, int] = {}  # by request: how often it was sent out before its user asked again
+        self._over = inf  # when the router stopped
         self._members: dict[str, Any] = {}
         self._of: dict[int, Any] = {}  # by identity of an endpoint: its program
         self._stops: dict[int, float] = {}  # by program: when the router told it to stop
@@ -63,8 +69,11 @@ class EndingChecker:
             handlers[Finished] = partial(self._finished, member, handlers[Finished])
             handlers[Dropped] = partial(self._dropped, member, handlers[Dropped])
             handlers[TransferDone] = partial(self._failed, member, handlers[TransferDone])
+            handlers[PrefillDone] = partial(self._computed, member, handlers[PrefillDone])
             membership: Any = member.membership
             membership.heard = partial(self._hears, membership, membership.heard)
+            router: Any = member
+            router._close = partial(self._closes, router._close)
             return
         scheduler: Any = member.scheduler
         if scheduler is None:
@@ -82,9 +91,14 @@ class EndingChecker:
             fence.free = partial(self._frees, member, fence.free)
             handlers[Fenced] = partial(self._fenced, member, handlers[Fenced])
 
-    def ended(self, rank: str, now: float) -> None:
-        """Take note that *rank* ended."""
+    def ended(self, rank: str, now: float, error: str = "") -> None:
+        """Take note that *rank* ended; once the router has stopped, nothing is left to wait for."""
         self._ended[rank] = now
+        if rank == ROUTER:
+            self._over = inf if error or self._hurried else now
+        late = now > self._over + _SETTLED and self._ended.get(leader(rank), 0.0) >= self._over
+        if late and self._members[rank].gather is None:  # ranks that gather wait for others
+            self._report("I12", f"{rank} runs on for {now - self._over:g} s after the router")
 
     def check_memory(self, now: float) -> None:
         """Check that no memory is held for ranks that have ended, now that nothing is to come."""
@@ -103,6 +117,18 @@ class EndingChecker:
         if not known and rank in membership.last_heard:
             self._report("I12", f"the router waits for {rank}, which it has given up, by a late message of it")
 
+    def _closes(self, close: Callable[..., None], request: Any, status: str) -> None:
+        self._closed[request.room] = status
+        close(request, status)
+        if not request.status:  # its user asks again
+            self._before[request.number] = request.tries
+
+    def _computed(self, router: Router, answered: Callable[..., None], sender: str, message: PrefillDone) -> None:
+        request = router._rooms.get(message.room)
+        if request is not None and not request.lost:  # otherwise decode is not asked to pull it
+            self._answered.add(message.room)
+        answered(sender, message)
+
     def _finished(self, router: Router, finished: Callable[..., None], sender: str, message: Finished) -> None:
         if message.room in router._rooms:
             self.generated.add(message.room)
@@ -116,13 +142,15 @@ class EndingChecker:
         own, other = request.prefill, request.decode
         if leader(own) != sender:
             own, other = other, own
-        left = request.tries - request.before <= router.job.retries
+        left = request.tries - self._before.get(request.number, 0) <= router.job.retries
+        # where decode pulls, it was not asked to before the answer
+        unmoved = message.untouched or (router.serial and message.room not in self._answered)
         dropped(sender, message)
         if message.room in router._rooms:
             return
         if router.registry.alive(other) and not router.registry.alive(own):
             self._report("I11", f"room {message.room} is over by the word of {sender}, whose instance is lost")
-        elif message.untouched and left and request.status.startswith("PeerLost: " + instance_of(other)):
+        elif unmoved and left and self._closed.get(message.room, "").startswith("PeerLost: " + instance_of(other)):
             self._report("I11", f"room {message.room} is not sent anew, and {sender} says that nothing moved")
 
     def _failed(self, router: Router, failed: Callable[..., None], sender: str, message: TransferDone) -> None:
@@ -166,7 +194,9 @@ class EndingChecker:
             state = own.mover.sender._rooms.get(number) if tiers is not None and tiers.load is not None else None
             if state is not None and state.planned:
                 return True
-        return False
+        return number in getattr(
+            member.scheduler, "_begun", ()
+        )  # the forward itself waits, if pages must leave first
 
     def _starts(self, member: Any, start: Callable[[Any], Any], room: Any) -> Any:
         started = start(room)

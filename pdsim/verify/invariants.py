@@ -45,12 +45,15 @@ from pdsim.transfer import Batch
 from pdsim.verify import refuse_compiled
 from pdsim.verify.agreement import AgreementChecker
 from pdsim.verify.bounds import BoundsChecker
+from pdsim.verify.choices import ChoiceChecker
 from pdsim.verify.computed import ComputedChecker, window_differs
 from pdsim.verify.endings import EndingChecker
+from pdsim.verify.fleet import FleetChecker
 from pdsim.verify.leaks import LeakChecker
 from pdsim.verify.order import OrderChecker
 from pdsim.verify.ownership import OwnershipChecker
 from pdsim.verify.reached import Rooms, transition
+from pdsim.verify.routing import RoutingChecker
 from pdsim.verify.schedules import ScheduleChecker
 from pdsim.verify.speech import SpeechChecker
 from pdsim.verify.stores import StoreChecker
@@ -68,7 +71,7 @@ INVARIANTS = {
     "I8": "Each page, slot and room has one place; at the end none, no memory and no tokens are left.",
     "I9": "At the end every pair of live instances is connected and serves its probe; drains end in time.",
     "I10": "Prefill sends only what finished forwards have computed.",
-    "I11": "A request is sent anew only after a loss, in another room, as often as it may be.",
+    "I11": "Requests go where the policy says; anew only after losses, in other rooms, as allowed.",
     "I12": "Who has work is awake: pages out of quarantine, and free staging slots, go to whoever waits.",
     "I13": "Failed rooms post nothing, draining instances get none; rooms of users who left end with the step.",
     "I14": "All output tokens are decoded, stages in order; pages come once, and counts are of what they count.",
@@ -126,9 +129,12 @@ class InvariantChecker(Observer):
         self._waits = WaitChecker(self.report)
         self._agreement = AgreementChecker(self.report)
         self.order = OrderChecker(self.report)
-        self.endings = EndingChecker(self.report)
+        self.endings = EndingChecker(self.report, hurried)
         self._schedules = ScheduleChecker(self.report)
         self._stores = StoreChecker(self.report)
+        self._choices = ChoiceChecker(self.report)
+        self._routing = RoutingChecker(self.report)
+        self._fleet = FleetChecker(self.report)
         self.written: dict[int, float] = {}  # rooms: when prefill has said that all of it has moved
         self.went_on: dict[int, float] = {}  # rooms: when decode has what it waited for, or gives up
         self._members: dict[str, Any] = {}
@@ -137,7 +143,8 @@ class InvariantChecker(Observer):
         self._born: dict[str, float] = {}  # by rank: when its last process began
         self._reports: dict[tuple[str, int], str] = {}  # by rank and room: how it ended
         self._speech = SpeechChecker(self.report, self._reports, self.bounds.moved)
-        self._rooms: dict[int, Submit] = {}
+        self.submitted: dict[int, Submit] = {}  # by room
+        self.finished: dict[int, Finished] = {}
         self._targets: dict[int, Destination | ReadRequest] = {}
         self._pages: dict[int, Pages] = {}  # of rooms that have others than their targets', all of them
         self._preempted: dict[int, int] = {}  # rooms out of the batch: first pages that they found cached since
@@ -170,6 +177,9 @@ class InvariantChecker(Observer):
         self.endings.joined(member)
         self._schedules.joined(member)
         self._stores.joined(member)
+        self._choices.joined(member)
+        self._routing.joined(member)
+        self._fleet.joined(member)
         if isinstance(member, Router):
             return
         scheduler: Any = member.scheduler
@@ -212,6 +222,7 @@ class InvariantChecker(Observer):
         self._waits.look(now)
         self._agreement.look(now, sender)
         self._speech.said(sender, receiver, message)
+        self._routing.said(sender, receiver, message)
         handler = self._handlers.get(type(message))
         if handler is not None:
             handler(sender, message)
@@ -246,7 +257,7 @@ class InvariantChecker(Observer):
     def ended(self, rank: str, error: str) -> None:
         """Check that *rank* had a cause to end, if it ended with an *error*."""
         self._gone.add(rank)
-        self.endings.ended(rank, self._now())
+        self.endings.ended(rank, self._now(), error)
         self.order.ended(rank)
         if error and not self._allowed(rank, error, self._now(), self._born.get(rank, 0.0)):
             self.report("I5", f"{rank} ended: {error}")
@@ -279,6 +290,7 @@ class InvariantChecker(Observer):
             self.report("I14", what)
         for what in stuck:
             self.report("I12", what)
+        self._routing.finish()
         self._check_order()
         return self.violations
 
@@ -306,7 +318,7 @@ class InvariantChecker(Observer):
 
     def _on_submit(self, _: str, message: Submit) -> None:
         self._leftovers.begin()
-        self._rooms[message.room] = message
+        self.submitted[message.room] = message
         self._computed.submitted(message)
         self.bounds.submitted(message)
 
@@ -322,6 +334,7 @@ class InvariantChecker(Observer):
             self.report("I1", f"room {message.room} failed on {sender}, which says that it is written")
 
     def _on_finished(self, _: str, message: Finished) -> None:
+        self.finished[message.room] = message
         self.bounds.finished(message)
         self.order.finished(message)
         if message.room not in self._targets:
@@ -330,7 +343,7 @@ class InvariantChecker(Observer):
         self._compare(message.room, "at the end of decoding")
 
     def _compare(self, room: int, when: str) -> None:
-        request, target = self._rooms[room], self._targets[room]
+        request, target = self.submitted[room], self._targets[room]
         held = 0 if isinstance(target, ReadRequest) else target.held
         pages, state = target.pages, target.state
         if room in self._preempted:
@@ -378,7 +391,7 @@ class InvariantChecker(Observer):
                         self.report("I6", f"{name} when it is read: {what}")
 
     def _entered(self, leader: Any, join: Callable[[int, int, int], None], number: int, *more: int) -> None:
-        if number in self._targets and self._rooms[number].decode == leader.incarnation:
+        if number in self._targets and self.submitted[number].decode == leader.incarnation:
             cached = self._preempted.pop(number, None)
             if cached is not None or leader.job.cache.decode:
                 self._pages[number] = leader.scheduler.pages.pool.owners[number]
@@ -429,7 +442,7 @@ class InvariantChecker(Observer):
                         break
 
     def _on_stop(self, sender: str, _: Any) -> None:
-        if sender != ROUTER or self._stopped or not self._rooms:  # a leader that leaves ends its followers so
+        if sender != ROUTER or self._stopped or not self.submitted:  # a leader that leaves ends its followers so
             return
         self._stopped = True
         if self._hurried:

@@ -96,6 +96,8 @@ class LeakChecker:
         for what, amount in _amounts(member).items():
             if (grown := amount - start.get(what, 0)) > 0:
                 self._report("I8", f"{name} has {grown} {what} more than at the start when all is over")
+        if member.working() and member.working():  # the first may tell of what has ended
+            self._report("I8", f"{name} says that it works when all is over")
         endpoint = member.rank.endpoint
         failed = sum(posted.transfer.triggered for posted in endpoint.moving.values())
         if endpoint.moving and not failed:
@@ -111,7 +113,7 @@ class LeakChecker:
                 for instance, tokens in side.items():
                     if tokens:
                         self._report("I8", f"{name}: {tokens} tokens are outstanding at {instance} when all is over")
-            if resting := registry.resting - member.membership.draining.keys():
+            if (resting := registry.resting - member.membership.draining.keys()) and member.autoscaler is None:
                 self._report("I8", f"{name}: {sorted(resting)} get no requests, and do not drain")
             return
         known: Any = getattr(self._members.get(ROUTER), "registry", None)

@@ -35,12 +35,14 @@ from pdsim.kv.receiver import KvReceiver, StagingReceiver
 from pdsim.results.record import Result
 from pdsim.serving.block_manager import BlockManager
 from pdsim.serving.decode import DecodeScheduler
+from pdsim.serving.fleet import Fleet
 from pdsim.serving.forward_runs import ForwardRuns
 from pdsim.serving.handoff.pull import PullDecodeLeader
 from pdsim.serving.handoff.push import PushDecode, PushPrefill
+from pdsim.serving.policies import LeastTokens
 from pdsim.serving.prefill import PrefillScheduler, PrefillWorker
 from pdsim.serving.rank_process import InstanceScheduler, PeerFence
-from pdsim.serving.router import Router
+from pdsim.serving.router import Arrivals, Router
 from pdsim.serving.settings import Cache, HostCosts, ServingEngine
 from pdsim.sim.endpoint import SimEndpoint, SimTransfer
 from pdsim.sim.faults import Faults, Pause
@@ -87,7 +89,7 @@ def test_a_seed_gives_one_scenario_and_one_course_of_events():
 
 
 def test_every_kind_of_fault_can_happen():
-    undoing = frozenset(("stages", "crowds", "runs", "layerwise", "blocks", "hurries"))  # others
+    undoing = frozenset(("stages", "crowds", "runs", "layerwise", "blocks", "hurries", "scales"))  # others
     named = ", ".join(kind for kind in KINDS if kind not in undoing)
     every = (draw(seed, 50, 1.0, undoing, frozenset(KINDS) - undoing) for seed in range(20))
     scenario = next(each for each in every if {"silences", "pauses"} <= {*each.faults.kinds()})
@@ -329,6 +331,36 @@ def test_what_is_over_ends_once_and_for_a_reason(seed, change, law):
         assert law in {violation.invariant for violation in FaultTrial(seed).run().violations}
 
 
+def never_serves(original: Any, self: Fleet, name: str, now: float) -> None:
+    original(self, name, now)
+    self.resting.add(name)
+
+
+def tells_everybody(original: Any, self: Router, request: Any, reason: str, but: str = "") -> None:
+    original(self, request, reason)
+
+
+def thinks_not(original: Any, self: Arrivals, number: int) -> Any:
+    request = original(self, number)
+    request.arrival *= 0.5
+    return request
+
+
+ROUTING = [
+    (0, (LeastTokens, "choose", lambda _, able, load: max(able, key=load.__getitem__)), "I11"),
+    (1, (Router, "_fail", tells_everybody), "I1"),  # also who has said that a room failed
+    (0, (Arrivals, "request", thinks_not), "I11"),
+    (10, (Fleet, "serve", never_serves), "I13"),
+]
+
+
+@pytest.mark.parametrize(("seed", "change", "law"), ROUTING, ids=lambda value: str(value)[:9])
+def test_requests_go_where_and_when_they_should(seed, change, law):
+    assert not FaultTrial(seed).run().violations
+    with patched((change,)):
+        assert law in {violation.invariant for violation in FaultTrial(seed).run().violations}
+
+
 def test_forwards_known_ahead_end_as_single_ones_do():
     tried = [FaultTrial(seed, 8, always=frozenset({"runs"})).run() for seed in range(24)]
     assert [each.violations for each in tried] == [[]] * 24
@@ -422,6 +454,7 @@ DEFAULT = (
     70030622,
     200060522,  # a forward waits for a tier behind a cut link, and its room for that forward
     200023799,  # a rank left its group before another had gathered once
+    300031436,  # a forward of a room that failed waits for pages that leave over a cut link
 )
 """Seeds of campaigns without kinds in each scenario."""
 
@@ -465,8 +498,6 @@ def test_a_scenario_that_cannot_be_run_is_a_violation(monkeypatch):
 NOT_DRAWN = {
     "window_share": "of windows: all pages or fewer are the same to the protocol",
     "prefill_batch": "rooms in a forward: limited by the chunk, which is drawn",
-    "decode_policy, autoscale": "who chooses, and when instances start: tests/serving",
-    "rates": "of the router alone, before a request is sent out: tests/serving",
     "handoff.pool, handoff.decode_cache": "where memory is and who may cache, which no model tells",
     "checked": "all contents are checked",
     "kv_dtype": "bytes are drawn with the models",
