@@ -476,20 +476,21 @@ def late_programs(host: Host, random: np.random.Generator) -> Host:
 
 
 def exchanging(job: Deployment, random: np.random.Generator) -> Deployment:
-    """Return *job* whose tokens travel to experts of other ranks, for up to three times as long as forwards compute.
+    """Return *job* whose tokens travel to experts of other ranks, often for longer than forwards compute.
 
-    They share the links of transfers.  Stages and context-parallel ranks have no experts of their own.
+    They share the links of transfers, and half of the time they come late: links are slower than forwards take them
+    to be.  Stages and context-parallel ranks have no experts of their own.
     """
     times = []
     for grid, time in ((job.prefill, job.prefill_time), (job.decode, job.decode_time)):
         assert isinstance(time, ForwardTime)
-        size, way, latency, overlap = random.random(4).tolist()
-        nbytes = 10.0 ** (0.5 + 2.0 * size)  # of a token
+        size, way, latency, overlap, late = random.random(5).tolist()
+        rate, nbytes = 2e6 * 8.0 ** max(0.0, 2 * late - 1.0), 10.0 ** (1.5 + 1.5 * size)  # of a token
         exchange = Exchange(
             network=nbytes * (way < 0.6),
             port=nbytes * (way > 0.3),
-            network_rate=2e6,
-            port_rate=2e6,
+            network_rate=rate,
+            port_rate=rate,
             latency=1e-4 * latency,
             overlap=overlap < 0.5,
         )

@@ -366,6 +366,10 @@ class _Stall:
             self._report(
                 "I15", f"{self._member.rank.name} gives up after {waited:g} s what may wait {self._seconds:g}"
             )
+        if not gives_up and waited > self._seconds + _ROUNDING:
+            self._report(
+                "I15", f"{self._member.rank.name} waits {waited:g} s for what it may wait {self._seconds:g}"
+            )
         if gives_up and waited > self._seconds + _ROUNDING and not self._woken and now > self._resumed:
             self._report(
                 "I12", f"nothing wakes {self._member.rank.name} when its queue has waited {self._seconds:g} s"

@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from pdsim.kv.messages import Finished
 from pdsim.kv.push import KvSender
 from pdsim.serving.decode import DecodeScheduler
+from pdsim.serving.deployment import gathered_tensors
 from pdsim.serving.prefill import PrefillWorker
 from pdsim.serving.router import Router
 from pdsim.verify.waits import fits
@@ -30,6 +32,25 @@ class ScheduleChecker:
 
     def __init__(self, report: Report) -> None:
         self._report = report
+        self._last: dict[int, tuple[Any, Any]] = {}  # by room: who decodes it, and its request
+
+    def finished(self, message: Finished) -> None:
+        """Check that the tokens of *message* have left when the host had answered, no sooner and no later."""
+        member, request = self._last.get(message.room, (None, None))
+        if member is None or member.job.engine.variation:
+            return
+        costs, said = member.job.engine.decode, message.polled if message.first is None else message.first
+        first = message.polled + sum(
+            getattr(costs, name) + request.input * getattr(costs, f"{name}_token") for name in ("admit", "answer")
+        )
+        over = max(member.clock.now + costs.answer, said)
+        if said < first - _ROUNDING or abs(message.finished - over) > _ROUNDING:
+            what = f"first at {said:g} s and last at {message.finished:g}, not from {first:g} and at {over:g}"
+            self._report("I14", f"tokens of room {message.room} leave {member.rank.name} {what}")
+
+    def _served(self, member: Any, done: Callable[[Any], None], room: Any) -> None:
+        self._last[room.request.room] = member, room.request
+        done(room)
 
     def joined(self, member: Any) -> None:
         """Watch *member*, a rank's program."""
@@ -40,6 +61,8 @@ class ScheduleChecker:
         if scheduler is not None:
             _Arrivals(self._report, member)
             if isinstance(scheduler, DecodeScheduler):
+                watched: Any = scheduler
+                watched._done = partial(self._served, member, scheduler._done)
                 _Steps(self._report, member)
                 _Admission(self._report, member)
             else:
@@ -251,6 +274,8 @@ class _Admission:
         pages.reserve = partial(self._reserves, pages.reserve)
         preemption.preempt = partial(self._preempts, preemption.preempt)
         preemption._resume = partial(self._resumes, preemption._resume)
+        self._retracted = [0, 0]  # tokens that go to host memory, and that come back, before the next step
+        member.mover.offload = partial(self._offloads, member.mover.offload)
         scheduler._between_steps = partial(self._looks, scheduler._between_steps)
 
     @property
@@ -296,7 +321,25 @@ class _Admission:
         lacks = self._lacks(scheduler.pages.pool.free, room.context - shared, self._others - 1 - len(waiting))
         if lacks > 0:
             self._report("I15", f"room {number} goes on on {name} with pages that others need: {lacks}")
+        if not again:
+            self._retracted[1] += room.context
         resume(room)
+
+    def _offloads(self, offload: Callable[[Any], Any], message: Any) -> Any:
+        job, clock, began, tokens = self._member.job, self._member.clock, self._member.clock.now, self._retracted
+        each, self._retracted = job.shape.token_bytes(job.decode.tp), [0, 0]
+        if [message.nbytes, message.back] != [each * many for many in tokens]:
+            what = f"{message.nbytes} bytes to host memory and {message.back} back, for tokens {tokens}"
+            self._report("I14", f"{self._member.rank.name} moves {what}")
+        seconds, moved = (message.nbytes + message.back) / job.engine.retract_rate, offload(message)
+
+        def ends(_: Any) -> None:
+            if clock.now - began < seconds * (1 - _ROUNDING) - _ROUNDING:
+                what = f"{message.nbytes} and {message.back} bytes in {clock.now - began:g} s, not {seconds:g}"
+                self._report("I14", f"{self._member.rank.name} moves to host memory and back {what}")
+
+        moved.callbacks.insert(0, ends)
+        return moved
 
     def _preempts(self, preempt: Callable[[int], Any], number: int) -> Any:
         scheduler, job, name = self._scheduler, self._member.job, self._member.rank.name
@@ -313,6 +356,8 @@ class _Admission:
         if job.engine.scheduler in ("fcfs", "least_generated", "priority") and not best:
             self._report("I7", f"{name} preempts room {number}, of those that have got {gains}")
         room = preempt(number)
+        if job.engine.preemption == "retract":
+            self._retracted[0] += room.context
         if waiting[0 if job.engine.preemption == "recompute" else -1] is not room:
             self._report("I7", f"room {number} is preempted on {name}, and has not its place among those that wait")
         return room
@@ -442,6 +487,12 @@ class _Forwards:
             member.traffic.exchange = partial(self._exchanges, member.traffic.exchange)
         worker.compute = partial(self._computes, worker.compute)
         worker.posts.turns = partial(self._turns, worker.posts, worker.posts.turns)
+        if member.gather is not None:
+            self._due: list[
+                tuple[int, int]
+            ] = []  # gathers of the forwards that end next: bytes of a rank, and tensors
+            group = member.gather._group
+            group.all_gather = partial(self._gathers, group.all_gather)
         if not member.job.layerwise:
             sender: Any = member.mover.sender
             sender.send = partial(self._sends, isinstance(sender, KvSender), sender.send)
@@ -463,6 +514,24 @@ class _Forwards:
         forward.callbacks.insert(0, lambda _: self._ended(message, end))
         return forward
 
+    def _gathers(self, gather: Callable[..., Any], *what: Any, **how: Any) -> Any:
+        if how["label"]:
+            self._due.append((what[2], how["times"]))
+        return gather(*what, **how)
+
+    def _check_gathers(self, message: Any) -> None:
+        # Each tensor once, and of each rank as much as the one with the longest share has.
+        cp, tensors = self._member.job.prefill.cp, gathered_tensors(self._member.mover.layout)
+        shares = [0] * cp
+        for tokens in message.tokens:
+            blocks = [tokens // (2 * cp) + (number < tokens % (2 * cp)) for number in range(2 * cp)]
+            shares = [share + blocks[n] + blocks[-1 - n] for n, share in enumerate(shares)]
+        due = [(max(shares) * each.row, each.count) for each in tensors if max(shares)]
+        done, self._due = self._due[: len(due)], self._due[len(due) :]
+        if done != due:
+            what = f"bytes and tensors {done} for {message.tokens} tokens, not {due}"
+            self._report("I14", f"{self._member.rank.name} gathers {what}")
+
     def _exchanges(self, exchange: Callable[..., list[Any]], *sizes: float) -> list[Any]:
         events = exchange(*sizes)
         self._travelling.append(events)
@@ -470,6 +539,8 @@ class _Forwards:
 
     def _ended(self, message: Any, end: float) -> None:
         early = end - self._member.clock.now
+        if self._member.gather is not None:
+            self._check_gathers(message)
         if self._member.job.prefill_time.exchange:
             travelling = self._travelling.pop(0) if self._travelling else None
             if travelling is None or not all(one.triggered for one in travelling):

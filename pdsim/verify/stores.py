@@ -77,8 +77,11 @@ class _Moves:
     def __init__(self, report: Report, member: Any, tiers: Any) -> None:
         self._report, self._member, self._tiers = report, member, tiers
         self._due: tuple[Any, ...] | None = None  # reads and writes of the message that follows
+        self._found: list[Any] = []  # where pages are that requests have found since the last forward
+        self._read: list[Any] = []  # and those that are read before one
         pool = self._pool = member.scheduler.pages.pool
         pool.reuse = partial(self._reuses, pool.reuse)
+        tiers.load = partial(self._loads, tiers.load)
         tiers._prefetch = partial(self._prefetches, tiers._prefetch)
         tiers._move = partial(self._plans, tiers._move)
         mover = member.worker.tiers
@@ -99,7 +102,17 @@ class _Moves:
         if given is not None and given[1] != found:
             what = f"{given[1]} cached pages, {hits} are here and {found - hits} follow in tiers"
             self._report("I14", f"room {room} on {self._member.rank.name} finds {what}")
+        if given is not None:
+            self._found += [origin for _, origin in self._pool.loaded]
         return given
+
+    def _loads(self, load: Callable[[Any], Any], rooms: Iterable[int]) -> Any:
+        found, self._found, self._read = self._found, [], []
+        event = load(rooms)
+        if Counter(found) != Counter(self._read):
+            what = f"loads {self._read} before a forward whose requests have found {found}"
+            self._report("I10", f"{self._member.rank.name} {what}")
+        return event
 
     def _prefetches(self, prefetch: Callable[..., Any], room: Any, missing: Sequence[Any]) -> Any:
         stores, here = self._tiers._tiers.stores, {*takewhile(self._pool._cached.__contains__, room.keys)}
@@ -113,6 +126,7 @@ class _Moves:
         self, move: Callable[..., Any], out: Sequence[Any], back: Iterable[Any], prefetch: bool = False
     ) -> Any:
         back, tiers, own = [*back], self._tiers._tiers, self._member.traffic.node
+        self._read = self._read if prefetch else back
         reads = Counter((tier, -1 if node == own else node) for tier, node in back)
         lacking = {tier: sum(key not in store._kept for key, _ in out) for tier, store in tiers.stores.items()}
         writes = Counter({(tier, -1): count for tier, count in lacking.items() if count and tier != "host"})
