@@ -13,7 +13,10 @@ or three cores busy.
 
 import argparse
 import csv
+import ctypes
+import os
 import re
+import signal
 import sys
 import time
 from collections import Counter
@@ -419,7 +422,7 @@ def run(seeds: range, to: Path, kind: str = "", *, loopback: bool = False, worke
     plans = [plan for plan in map(draw, seeds) if plan.seed not in done and not (loopback and plan.link)]
     plans = [plan for plan in plans if not kind or plan.injected()[kind]]
     bad = 0
-    with ProcessPoolExecutor(workers) as pool:
+    with ProcessPoolExecutor(workers, initializer=_end_with, initargs=(os.getpid(),)) as pool:
         for plan, outcome in zip(plans, pool.map(attempt, plans), strict=True):
             new = not to.exists()
             with to.open("a", newline="", encoding="utf-8") as file:
@@ -432,6 +435,12 @@ def run(seeds: range, to: Path, kind: str = "", *, loopback: bool = False, worke
             faults = f"{outcome.injected.total()} faults, {outcome.ok} ok, {outcome.failed} failed"
             print(f"seed {plan.seed}: {faults}: {said}", flush=True)
     return bad
+
+
+def _end_with(parent: int) -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: or a worker would wait for jobs for ever
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def read(files: Sequence[Path]) -> list[dict[str, str]]:

@@ -109,7 +109,8 @@ class MooncakeEndpoint(RealEndpoint):
 
     The first transfer to a peer waits until the peer has answered `send_probe`.  It makes the engine fetch what the
     peer has registered, under a lock that every transfer takes (0.3.13, ``openSegment`` in transfer_engine_py.cpp):
-    all would wait for up to 60 s if the peer had stopped.  The probe does not take that lock.
+    all would wait for up to 60 s if the peer had stopped.  The probe does not take that lock.  Both connect within a
+    limit of the system's clock: set ahead in those microseconds, it fails what waits for them.
     """
 
     kind = "mooncake"

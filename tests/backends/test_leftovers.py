@@ -90,6 +90,33 @@ def test_when_the_supervisor_is_signalled(any_engine, number, processes, words):
 
 
 @pytest.mark.slow
+def test_when_a_run_of_real_faults_is_killed(mooncake, tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "tools.faults_real",
+        "run",
+        "--seeds",
+        "302:303",
+        "--to",
+        str(tmp_path / "rows"),
+    ]
+    with nothing_left():
+        tool = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        started: list[psutil.Process] = []
+        try:
+            deadline = time.monotonic() + 60
+            while time.monotonic() < deadline and len(started) < 4:  # a worker, and three ranks
+                started = psutil.Process(tool.pid).children(recursive=True)
+                time.sleep(0.1)
+            assert len(started) == 4
+        finally:
+            tool.kill()
+            tool.wait()
+        assert not psutil.wait_procs(started, timeout=20)[1]
+
+
+@pytest.mark.slow
 def test_when_a_rank_fails_and_another_is_stopped(any_engine):
     with nothing_left():
         ranks = [spec("a", programs.say_and_die, code=1), spec("b", programs.sleep, seconds=600)]
