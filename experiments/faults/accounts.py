@@ -35,8 +35,13 @@ def misrouted(scenario: Scenario, record: Record, submitted: Mapping[int, Submit
         yield from _mistimed(scenario, *record)
 
 
-def misreported(scenario: Scenario, record: Record, finished: Mapping[int, Finished]) -> Iterator[str]:
-    """Yield each row of *record* that is not what instances said, and counts that do not add up."""
+def misreported(
+    scenario: Scenario, record: Record, finished: Mapping[int, Finished], nbytes: Mapping[int, int]
+) -> Iterator[str]:
+    """Yield each row of *record* that is not what instances said, and counts that do not add up.
+
+    They said *finished* and how many *nbytes* moved, by room.
+    """
     value, histories, last = record
     if not value:
         return
@@ -47,6 +52,9 @@ def misreported(scenario: Scenario, record: Record, finished: Mapping[int, Finis
         own = [*(past.tries[-1][2:] if past.tries else row[:2]), *stamps[: len(row) - 4]]
         if [*row[:2], *row[4:]] != own:
             yield f"request {number} has the row {row}, and ended as {own}"
+        moved = nbytes.get(past.tries[-1][1], 0) if past.tries else 0
+        if row[2] not in (0, moved):
+            yield f"request {number} counts {row[2]} bytes, and its last room moved {moved}"
     columns: Mapping[str, Any] = request_columns(scenario.requests, value)
     whole, parts = (np.array([columns[name].values for name in names]) for names in (("e2e",), PHASES))
     for number in np.flatnonzero(np.abs(parts.sum(0) - whole[0]) > _ROUNDING).tolist():

@@ -329,7 +329,9 @@ class Causes:
         job, rooms = self._scenario.job, Counter(room for past in self._histories for _, room, *_ in past.tries)
         for number, last in enumerate(self._last):
             sent = self._histories[self._last[number - 1] + 1 if number else 0 : last + 1]
-            final = sent[-1].status.startswith(("ok", "Aborted", "Shed"))
+            *earlier, final = (past.status.startswith(("ok", "Aborted", "Shed")) for past in sent)
+            if any(earlier):
+                yield f"request {number} was sent again, though it ended so: {[past.status for past in sent]}"
             if not (len(sent) <= job.asks + 1 if final else len(sent) == job.asks + 1):
                 yield f"request {number} failed {len(sent)} times, and may be sent again {job.asks} times"
             for past, following in pairwise(sent):

@@ -534,7 +534,8 @@ def attempt(scenario: Scenario) -> Tried:
     for what in causes.unexplained():
         checks.report("I5", what)
     miscounted = chain(
-        causes.miscounted(bounds.nbytes, checks.given_up), misreported(scenario, record, checks.finished)
+        causes.miscounted(bounds.nbytes, checks.given_up),
+        misreported(scenario, record, checks.finished, checks.nbytes),
     )
     stuck = causes.stuck(checks.written, checks.went_on)
     violations = checks.finish(statuses, causes.last, unrecovered, sent_wrongly, miscounted, stuck)

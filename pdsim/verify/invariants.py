@@ -136,6 +136,7 @@ class InvariantChecker(Observer):
         self._routing = RoutingChecker(self.report)
         self._fleet = FleetChecker(self.report)
         self.written: dict[int, float] = {}  # rooms: when prefill has said that all of it has moved
+        self.nbytes: dict[int, int] = {}  # rooms: what prefill says that it has moved
         self.went_on: dict[int, float] = {}  # rooms: when decode has what it waited for, or gives up
         self._members: dict[str, Any] = {}
         self._queue: Any = None  # of all clocks, which has the time
@@ -330,6 +331,7 @@ class InvariantChecker(Observer):
             self.given_up.add(message.room)
         elif message.nbytes and sender == leader(sender):  # to be read, nothing has moved when it is computed
             self.written.setdefault(message.room, self._now())
+            self.nbytes[message.room] = message.nbytes
         if not message.reason and self._reports.get((sender, message.room)) == "failed":
             self.report("I1", f"room {message.room} failed on {sender}, which says that it is written")
 

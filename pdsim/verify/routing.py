@@ -42,16 +42,17 @@ class RoutingChecker:
     def joined(self, member: Any) -> None:
         """Watch *member*, a rank's program."""
         self._members[member.rank.name] = member
+        watched: Any = member
+        watched.refuse = partial(self._refuses, member, member.refuse)
         if not isinstance(member, Router):
             return
         router: Any = member
         self._looked = member.clock.now
-        watched: Any = member.membership
+        watched = member.membership
         watched.lose_silent = partial(self._looks, watched, watched.lose_silent)
         self._router, handlers = router, router.handlers
         router._send_out = partial(self._sends, router._send_out)
         router._close = partial(self._closes, router._close)
-        router.refuse = partial(self._refuses, router.refuse)
         handlers[TransferDone] = partial(self._hears, handlers[TransferDone])
         handlers[Gone] = partial(self._loses, handlers[Gone])
 
@@ -144,8 +145,10 @@ class RoutingChecker:
         if incarnation and self._router.registry.alive(incarnation):
             self._report("I5", f"{sender} says that {incarnation} is lost, and the router keeps it")
 
-    def _refuses(self, refuse: Callable[[str, str], None], sender: str, reason: str) -> None:
+    def _refuses(self, member: Any, refuse: Callable[[str, str], None], sender: str, reason: str) -> None:
         refuse(sender, reason)
-        instance, registry = instance_of(sender), self._router.registry
-        if instance in registry._instances and registry.formed(instance):
+        instance, registry, channel = instance_of(sender), self._router.registry, member.rank.channel
+        if channel._ranks[sender] not in channel.dropped:
+            self._report("I1", f"{member.rank.name} refuses {sender}, and goes on to hear it")
+        if member is self._router and instance in registry._instances and registry.formed(instance):
             self._report("I5", f"the router refuses {sender}, and keeps {instance}")

@@ -33,12 +33,14 @@ from pdsim.kv.policy import Policy, Staging
 from pdsim.kv.push import KvSender
 from pdsim.kv.receiver import KvReceiver, StagingReceiver
 from pdsim.results.record import Result
+from pdsim.serving import router
 from pdsim.serving.block_manager import BlockManager
 from pdsim.serving.decode import DecodeScheduler
 from pdsim.serving.fleet import Fleet
 from pdsim.serving.forward_runs import ForwardRuns
 from pdsim.serving.handoff.pull import PullDecodeLeader
 from pdsim.serving.handoff.push import PushDecode, PushPrefill
+from pdsim.serving.membership import _Side
 from pdsim.serving.policies import LeastTokens
 from pdsim.serving.prefill import PrefillScheduler, PrefillWorker
 from pdsim.serving.rank_process import InstanceScheduler, PeerFence
@@ -351,6 +353,8 @@ ROUTING = [
     (1, (Router, "_fail", tells_everybody), "I1"),  # also who has said that a room failed
     (0, (Arrivals, "request", thinks_not), "I11"),
     (10, (Fleet, "serve", never_serves), "I13"),
+    (3, (router, "_FINAL", ("ok", "Aborted")), "I11"),  # users ask again though they were refused
+    (19, (_Side, "remove", lambda self, name: self.load.pop(name, None)), "I14"),  # and replicas know it
 ]
 
 
