@@ -59,12 +59,51 @@ def test_every_command_runs(page, tmp_path):
     """The blocks of a page run in order in one folder; a block that is not run has a mark with the reason."""
     for name in ("conf", "data", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "120"}
     for text in shell(page, run=True):
-        done = subprocess.run(
-            ["bash", "-euc", text], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        run(text, tmp_path)
+
+
+def run(script: str, folder: Path) -> str:
+    """Run *script*, commands of a page, in *folder* and return what it prints."""
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "120"}
+    done = subprocess.run(
+        ["bash", "-euc", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, f"{script}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    return done.stdout
+
+
+TWO_KINDS = "'experiment.prefill_hw=[8xb200,8xh20]' hw.price=4 'experiment.prefill_prices=[6,2]'"
+CHOSEN = "experiment.deployment=disaggregated 'experiment.prefill_tp=[2]' 'experiment.decode_tp=[2]' hw.price=4"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("name", "number", "added", "left_out"),  # the text block, and what prose before it does to its command
+    [
+        ("deployments", 0, "", ""),
+        ("deployments", 1, "", ""),
+        ("sizing", 0, "", ""),
+        ("sizing", 1, TWO_KINDS, ""),
+        ("sizing", 2, "", ""),
+        ("sizing", 3, "", CHOSEN),
+        ("sizing", 4, "", ""),
+    ],
+)
+def test_a_page_shows_what_its_commands_print(name, number, added, left_out, tmp_path):
+    page, script, pairs = ROOT / "docs" / f"{name}.md", "", []
+    for _, language, text in blocks(page):
+        script = text if language == "sh" else script
+        pairs += [(script, text)] if language == "text" else []
+    script, text = pairs[number]
+    assert added in page.read_text(encoding="utf-8")
+    for word in left_out.split():
+        assert word in script
+        script = script.replace(word, "")
+    printed = " ".join(run(f"{script.rstrip()} {added}", tmp_path).split())
+    lines = [re.escape(" ".join(line.split())).replace(r"\.\.\.", ".*") for line in text.splitlines()]
+    assert [line for line in lines if not re.search(line, printed)] == [], printed
 
 
 @pytest.mark.slow
