@@ -9,9 +9,11 @@ alone, or what tools say about the machine (`pdsim.calibration.pasted`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,7 +28,8 @@ EXPECTED = "as expected"
 TOLERANCE = 0.25
 """What the times may differ by in the mean and still be as expected: twice the median error of NIXL with its thread
 on hosts that nothing was fitted to, 13 %."""
-_FACTORS = [2.0 ** (step / 40) for step in range(401)]  # 1 to 1024 in steps of 1.7 %
+_LARGEST = 1024.0
+_FACTORS = [2.0 ** (step / 40) for step in range(401)]  # from 1 in steps of 1.7 %
 _ALIKE = 0.05  # the samples do not tell apart what leaves so little more unexplained, or less than they scatter
 # times a factor, how surprising a cause is: a fallback as much as a wire four times slower (assumed); logs of vLLM
 # have 72 descriptors in a transfer or more
@@ -37,10 +40,27 @@ _MAPPED = 5e-4
 (assumed; ucx-py 370 has 6 to 15 ms without UCX's cache of handles, 2 with it)."""
 _FALLS = 2 / 3  # assumed: more than the rates of one wire scatter
 
-Change = Callable[[float], tuple[EngineModel, Rate, float]]
-"""From a factor to a model, the rate of its links, and the descriptors for each that the sample has."""
+FALLBACKS = ("over TCP", "not over NVLink")
+"""Causes that change the model also by a factor of 1."""
+
 Acts = Callable[[Sample], bool]
-"""Whether a cause slows a sample; where none is said, it slows all of the engine and none of the bare wire."""
+"""Whether a cause slows a sample."""
+
+
+class Setting(NamedTuple):
+    """What predicts times: a model, the rate of its links, and the descriptors for each that a sample has."""
+
+    model: EngineModel
+    line: Rate
+    split: float = 1.0
+
+
+class Cause(NamedTuple):
+    """A cause by its *name*: what predicts the samples that it slows, given a factor, and which those are."""
+
+    name: str
+    changed: Callable[[float], Setting]
+    slows: Acts
 
 
 @dataclass(frozen=True)
@@ -94,82 +114,90 @@ def explanations(
     can fall back to it.  What is `EXPECTED` within `TOLERANCE` comes first; of causes that the samples do not tell
     apart, those that *facts* speak for.
     """
-    usual = model, line, 1.0
-    spoken = {fact.cause: tuple(one.what for one in facts if one.cause == fact.cause) for fact in facts}
+    usual, switch = Setting(model, line), _switch(samples)
     slowest = max(one.seconds for one in samples if not one.bare)
-
-    def unexplained(changed: tuple[EngineModel, Rate, float], acts: Acts = lambda one: not one.bare) -> float:
-        parts = ([one for one in samples if acts(one)], changed), ([one for one in samples if not acts(one)], usual)
-        logs, weights = np.hstack([_logs(rows, *setting) for rows, setting in parts if rows])
-        return float(np.expm1(np.average(np.abs(logs), weights=weights)))
-
-    found = [Explanation(EXPECTED, 1.0, unexplained(usual), "nothing is slower than it should be")]
-
-    def wire(factor: float) -> tuple[EngineModel, Rate, float]:
-        return _slower(model, factor), line / factor, 1.0
-
-    def host(factor: float, model: EngineModel = model, line: Rate = line) -> tuple[EngineModel, Rate, float]:
-        if model.path in ("tcp", "shm"):  # it copies the bytes
-            model, line = _slower(model, factor), line / factor
-        ramp = tuple(replace(step, extra=step.extra * factor) for step in model.ramp)
-        return replace(model, call=model.call * factor, descriptor=model.descriptor * factor, ramp=ramp), line, 1.0
-
-    def seen(factor: float) -> tuple[EngineModel, Rate, float]:
-        late = slowest * (factor - 1.0) / (_FACTORS[-1] - 1.0)
-        return replace(model, latency=model.latency + late), line, 1.0
-
-    changes: dict[str, tuple[Change, Callable[[float], str]]] = {
-        "slow wire": (wire, lambda factor: _of_wire(factor, hw, model.path)),
-        "slow host": (host, lambda _: _OF_HOST),
-        "late completions": (seen, lambda _: _OF_POLLING),
-    }
-    on: dict[str, Acts] = {"slow wire": lambda _: True, "slow GPU memory": lambda one: one.memory != "host"}
-    kinds = {one.memory for one in samples}
-    if "slow GPU memory" in spoken or ("gpu" in kinds and ("host" in kinds or model.path == "rdma")):
-        changes["slow GPU memory"] = wire, (lambda _: _OF_GPU)
-    if switch := _switch(samples):
-        changes["staged messages"] = wire, (lambda _: f"beyond {format_size(switch)} {_OF_PROTOCOL}")
+    quickest = min(one.expected for one in timings([one for one in samples if not one.bare], model, line))
+    spoken = {fact.cause: tuple(one.what for one in facts if one.cause == fact.cause) for fact in facts}
+    if switch:
         spoken["staged messages"] = (f"the rate falls at {format_size(switch)}",)
-        on["staged messages"] = lambda one: not one.bare and one.size >= switch
-    if len({one.bare for one in samples}) == 2:
-        changes["slow engine"] = wire, (lambda _: _OF_ENGINE)
-    if not any(one.counted for one in samples):
-        changes["more descriptors"] = (lambda factor: (model, line, factor)), (lambda _: _OF_DESCRIPTORS)
-    if model.path == "nvlink" and hw.gpu is not None:
-        pcie, aside = hw.gpu.pcie, _slower(model, max(1.0, model.rate / hw.gpu.pcie))
-        changes["not over NVLink"] = (
-            (lambda factor: (_slower(aside, factor), pcie / factor, 1.0)),
-            (lambda _: _OF_PCIE),
-        )
-    if tcp is not None:  # on a host that may be slow, too
-        changes["over TCP"] = (lambda factor: host(factor, tcp, hw.host.tcp_rate)), (lambda _: _OF_TCP)
-    for cause, (change, remedy) in changes.items():
-        acts = [on[cause]] if cause in on else []
-        left, factor = min((unexplained(change(factor), *acts), factor) for factor in _FACTORS)
-        if (
-            cause == "late completions"
-            and model.path == "nvlink"
-            and seen(factor)[0].latency - model.latency > _MAPPED
-        ):
-            cause, remedy = "memory mapped anew", lambda _: _OF_MAPPING
-        if factor > 1.0 or cause in ("over TCP", "not over NVLink"):
-            found.append(Explanation(cause, factor, left, remedy(factor), seen=spoken.get(cause, ())))
+    as_expected = _unexplained(samples, usual, usual, _of_engine)
+    found = [Explanation(EXPECTED, 1.0, as_expected, "nothing is slower than it should be")]
+    for name, changed, slows in _causes(samples, usual, hw, tcp, spoken):
+        left, factor = min((_unexplained(samples, usual, changed(factor), slows), factor) for factor in _FACTORS)
+        if name == "late completions" and model.path == "nvlink" and _late(factor, slowest) > _MAPPED:
+            name = "memory mapped anew"
+        if factor > 1.0 or name in FALLBACKS:
+            remedy = _of_wire(factor, hw, model.path) if name == "slow wire" else _REMEDIES[name]
+            remedy = f"beyond {format_size(switch)} {remedy}" if name == "staged messages" else remedy
+            found.append(Explanation(name, factor, left, remedy, seen=spoken.get(name, ())))
     # the mean of n deviations is known to its n-th root, if they scatter as much as they are large
     least = min(one.unexplained for one in found)
     scatter = float(np.expm1(np.log1p(least) * (1.0 + len(samples) ** -0.5)))
     found = [replace(one, alike=one.unexplained < max(least + _ALIKE, scatter)) for one in found]
-    expected = found[0].unexplained <= TOLERANCE
-    quickest = min(one.expected for one in timings([one for one in samples if not one.bare], model, line))
 
     def rank(one: Explanation) -> tuple[bool, bool, bool, int, bool, float]:
         change = one.factor
         if one.cause in ("late completions", "memory mapped anew"):  # of the transfer that it changes most
-            change = 1.0 + slowest * (one.factor - 1.0) / (_FACTORS[-1] - 1.0) / quickest
+            change = 1.0 + _late(one.factor, slowest) / quickest
         doublings = round(np.log2(change * _SURPRISE.get(one.cause, 1.0))) if one.alike else 0
         other = one.cause != EXPECTED
-        return other or not expected, not one.alike, not (one.alike and one.seen), doublings, other, one.unexplained
+        first = not other and as_expected <= TOLERANCE
+        return not first, not one.alike, not (one.alike and one.seen), doublings, other, one.unexplained
 
     return sorted(found, key=rank)
+
+
+def _causes(
+    samples: Sequence[Sample], usual: Setting, hw: Machine, tcp: EngineModel | None, spoken: Container[str]
+) -> Iterator[Cause]:
+    model, line, _ = usual
+    slowest = max(one.seconds for one in samples if not one.bare)
+    memories, switch = {one.memory for one in samples}, _switch(samples)
+
+    def wire(factor: float) -> Setting:
+        return Setting(_slower(model, factor), line / factor)
+
+    def completions(factor: float) -> Setting:
+        return Setting(replace(model, latency=model.latency + _late(factor, slowest)), line)
+
+    yield Cause("slow wire", wire, lambda _: True)
+    yield Cause("slow host", partial(_slow_host, model, line), _of_engine)
+    yield Cause("late completions", completions, _of_engine)
+    if "slow GPU memory" in spoken or ("gpu" in memories and ("host" in memories or model.path == "rdma")):
+        yield Cause("slow GPU memory", wire, lambda one: one.memory != "host")
+    if switch:
+        yield Cause("staged messages", wire, lambda one: not one.bare and one.size >= switch)
+    if len({one.bare for one in samples}) == 2:
+        yield Cause("slow engine", wire, _of_engine)
+    if not any(one.counted for one in samples):
+        yield Cause("more descriptors", lambda factor: Setting(model, line, factor), _of_engine)
+    if model.path == "nvlink" and hw.gpu is not None:
+        pcie, aside = hw.gpu.pcie, _slower(model, max(1.0, model.rate / hw.gpu.pcie))
+        yield Cause("not over NVLink", lambda factor: Setting(_slower(aside, factor), pcie / factor), _of_engine)
+    if tcp is not None:  # on a host that may be slow, too
+        yield Cause("over TCP", partial(_slow_host, tcp, hw.host.tcp_rate), _of_engine)
+
+
+def _of_engine(one: Sample) -> bool:
+    return not one.bare
+
+
+def _unexplained(samples: Sequence[Sample], usual: Setting, changed: Setting, slows: Acts) -> float:
+    parts = ([one for one in samples if slows(one)], changed), ([one for one in samples if not slows(one)], usual)
+    logs, weights = np.hstack([_logs(rows, *setting) for rows, setting in parts if rows])
+    return float(np.expm1(np.average(np.abs(logs), weights=weights)))
+
+
+def _late(factor: float, slowest: float) -> float:
+    # seconds more until a completion is seen, by the largest factor as many as the *slowest* transfer takes
+    return slowest * (factor - 1.0) / (_LARGEST - 1.0)
+
+
+def _slow_host(model: EngineModel, line: Rate, factor: float) -> Setting:
+    if model.path in ("tcp", "shm"):  # it copies the bytes
+        model, line = _slower(model, factor), line / factor
+    ramp = tuple(replace(step, extra=step.extra * factor) for step in model.ramp)
+    return Setting(replace(model, call=model.call * factor, descriptor=model.descriptor * factor, ramp=ramp), line)
 
 
 def _switch(samples: Sequence[Sample]) -> int:
@@ -201,33 +229,35 @@ def _logs(samples: Sequence[Sample], model: EngineModel, line: Rate, split: floa
     )
 
 
-_OF_TCP = "read which transport its log names: UCX_TLS, MC_FORCE_TCP, /dev/infiniband in the container"
-_OF_PCIE = (
-    "nvidia-smi topo -m shows NV#; cuda_ipc in UCX_TLS, all GPUs visible in both containers, one IPC namespace, "
-    "memory that can be shared (no expandable segments)"
-)
-_OF_HOST = "its processor is slow or busy: pdsim doctor --host; post from a thread and a core of its own"
-_OF_POLLING = (
-    "who polls is busy, or a transfer does more than move bytes (first contact, memory registered or mapped anew): "
-    "poll from a thread of its own, register once, measure after a warm-up"
-)
-_OF_MAPPING = (
-    "each transfer opens the peer's memory, or is the first to do so: register once, from a memory pool, and keep "
-    "UCX_CUDA_IPC_CACHE=y; measure after a warm-up"
-)
-_OF_GPU = (
-    "if host memory is quicker over the same wire: GPUDirect (nvidia_peermem, dmabuf), card and GPU on one "
-    "PCIe switch (nvidia-smi topo -m), ACS or IOMMU off, relaxed ordering"
-)
-_OF_PROTOCOL = (
-    "it has a smaller rate than below: the library copies large messages, through host memory or in fragments "
-    "(UCX_PROTO_INFO=y, UCX_RNDV_SCHEME, UCX_RNDV_THRESH, GPUDirect)"
-)
-_OF_ENGINE = (
-    "the bare wire is quicker: the engine's transport, queue pairs, rails, threads, and memory registered without "
-    "relaxed ordering (UCX_TLS, MC_NUM_QP_PER_EP, MC_IB_PCI_RELAXED_ORDERING)"
-)
-_OF_DESCRIPTORS = "blocks are split: larger pages, like layouts on both sides, or staging (kv.staging=true)"
+_REMEDIES = {
+    "over TCP": "read which transport its log names: UCX_TLS, MC_FORCE_TCP, /dev/infiniband in the container",
+    "not over NVLink": (
+        "nvidia-smi topo -m shows NV#; cuda_ipc in UCX_TLS, all GPUs visible in both containers, one IPC namespace, "
+        "memory that can be shared (no expandable segments)"
+    ),
+    "slow host": "its processor is slow or busy: pdsim doctor --host; post from a thread and a core of its own",
+    "late completions": (
+        "who polls is busy, or a transfer does more than move bytes (first contact, memory registered or mapped "
+        "anew): poll from a thread of its own, register once, measure after a warm-up"
+    ),
+    "memory mapped anew": (
+        "each transfer opens the peer's memory, or is the first to do so: register once, from a memory pool, and "
+        "keep UCX_CUDA_IPC_CACHE=y; measure after a warm-up"
+    ),
+    "slow GPU memory": (
+        "if host memory is quicker over the same wire: GPUDirect (nvidia_peermem, dmabuf), card and GPU on one "
+        "PCIe switch (nvidia-smi topo -m), ACS or IOMMU off, relaxed ordering"
+    ),
+    "staged messages": (
+        "it has a smaller rate than below: the library copies large messages, through host memory or in fragments "
+        "(UCX_PROTO_INFO=y, UCX_RNDV_SCHEME, UCX_RNDV_THRESH, GPUDirect)"
+    ),
+    "slow engine": (
+        "the bare wire is quicker: the engine's transport, queue pairs, rails, threads, and memory registered "
+        "without relaxed ordering (UCX_TLS, MC_NUM_QP_PER_EP, MC_IB_PCI_RELAXED_ORDERING)"
+    ),
+    "more descriptors": "blocks are split: larger pages, like layouts on both sides, or staging (kv.staging=true)",
+}
 
 
 def _of_wire(factor: float, hw: Machine, path: str) -> str:
