@@ -8,13 +8,12 @@ equitable partition, on which max-min rates and queues of threads are those of t
 
 from __future__ import annotations
 
+from collections import Counter
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from pdsim.sim.hosts import PostingThread
-
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     Series: TypeAlias = Any  # `pdsim.sim.sequence`, which imports this module
 
@@ -268,87 +267,111 @@ def fold(several: Sequence[Series], users: Mapping[Any, Collection[Series]], now
 
     A crossing holds all that are alike, also those that share nothing with one another.
     """
-    index = {one: number for number, one in enumerate(several)}
-    numbered: dict[Any, int] = {}  # threads and links that several share
-    resources, members_of, shared, caps = list[Any](), list[list[int]](), list[list[int]](), list[float]()
-    places = [0] * len(several)
-    most = max([one.most for one in several])
-    for one in several:
-        cap, thread, own = one.path.cap, one.thread, list[int]()
-        for resource in one.resources:
-            number = numbered.get(resource)
-            if number is not None:
-                own.append(number)
-            elif len(sharing := users[resource]) > 1 and (
-                resource is thread or resource.capacity < 2 * most * len(sharing)
-            ):
-                numbered[resource] = len(resources)
-                own.append(len(resources))
-                resources.append(resource)
-                members_of.append(together := [index[other] for other in sharing])
-                if resource is thread:
-                    for place, other in enumerate(together):
-                        places[other] = place
-            elif resource is not thread and resource.capacity < cap:
-                cap = resource.capacity
-        shared.append(own)
-        caps.append(cap)
-    numbers: dict[Any, int] = {}
-    colours = [
-        numbers.setdefault((places[n], one.alike, one.state, one.thread.free, caps[n]), len(numbers))
-        for n, one in enumerate(several)
-    ]
-    capacities = [-1.0 if isinstance(one, PostingThread) else one.capacity for one in resources]
-    bits = len(several).bit_length()
-    while True:
-        found, numbers, marks = len(numbers), {}, dict[Any, int]()
-        counts = [1 << bits * colour for colour in colours]  # their sum says how many there are of each colour
-        marked = [
-            marks.setdefault((capacity, sum([counts[n] for n in sharing])), len(marks))
-            for capacity, sharing in zip(capacities, members_of, strict=True)
-        ]
+    partition = _Partition(several, users)
+    return [partition.crossing(colours, now) for colours in partition.connected()]
+
+
+class _Partition:
+    # Series, and the threads and links (resources) that several of them share, by number, each with a colour.
+
+    def __init__(self, several: Sequence[Series], users: Mapping[Any, Collection[Series]]) -> None:
+        self.several = several
+        self.number_of: dict[Any, int] = {}  # of a resource
+        self.capacities: list[float] = []  # of resources; -1: a thread
+        self.users: list[list[int]] = []  # of resources: series in order
+        self.shared: list[list[int]] = []  # of series: resources
+        self.caps: list[float] = []  # of series: what they share with nobody
+        self.places = [0] * len(several)  # of series, among those of their threads
+        self._number(users)
+        self.colours, self.resource_colours = self._refined()
+        self.members: list[list[int]] = [[] for _ in range(max(self.colours) + 1)]  # of colours: series
+        for number, colour in enumerate(self.colours):
+            self.members[colour].append(number)
+
+    def _number(self, users: Mapping[Any, Collection[Series]]) -> None:
+        index = {one: number for number, one in enumerate(self.several)}
+        most = max([one.most for one in self.several])
+        for one in self.several:
+            cap, own = one.path.cap, list[int]()
+            for resource in one.resources:
+                if (number := self.number_of.get(resource)) is not None:
+                    own.append(number)
+                    continue
+                is_thread, sharing = resource is one.thread, users[resource]
+                narrow = is_thread or resource.capacity < 2 * most * len(sharing)
+                if len(sharing) > 1 and narrow:
+                    own.append(len(self.users))
+                    self.number_of[resource] = len(self.users)
+                    self.capacities.append(-1.0 if is_thread else resource.capacity)
+                    self.users.append([index[other] for other in sharing])
+                    if is_thread:
+                        for place, other in enumerate(self.users[-1]):
+                            self.places[other] = place
+                elif not is_thread:
+                    cap = min(cap, resource.capacity)
+            self.shared.append(own)
+            self.caps.append(cap)
+
+    def _refined(self) -> tuple[list[int], list[int]]:
+        # Colours of series and of resources: numbers of what they differ in, until no colour parts any more.
+        known: dict[Any, int] = {}
         colours = [
-            numbers.setdefault((colour, *[marked[n] for n in own]), len(numbers))
-            for colour, own in zip(colours, shared, strict=True)
+            known.setdefault((self.places[n], one.alike, one.state, one.thread.free, self.caps[n]), len(known))
+            for n, one in enumerate(self.several)
         ]
-        if len(numbers) == found:
-            break
-    members: list[list[int]] = [[] for _ in numbers]
-    for n, colour in enumerate(colours):
-        members[colour].append(n)
-    crossings, left, followed = [], dict.fromkeys(range(len(members))), set[int]()
-    while left:
-        reached, ahead = dict[int, int](), [next(iter(left))]
-        while ahead:
-            colour = ahead.pop()
-            if colour not in reached:
-                reached[colour] = len(reached)
+        bits = len(colours).bit_length()
+        while True:
+            before, known, resources = len(known), {}, dict[Any, int]()
+            counts = [1 << bits * colour for colour in colours]  # their sum says how many there are of each colour
+            of_resources = [
+                resources.setdefault((capacity, sum([counts[n] for n in users])), len(resources))
+                for capacity, users in zip(self.capacities, self.users, strict=True)
+            ]
+            colours = [
+                known.setdefault((colour, *[of_resources[n] for n in own]), len(known))
+                for colour, own in zip(colours, self.shared, strict=True)
+            ]
+            if len(known) == before:
+                return colours, of_resources
+
+    def connected(self) -> Iterator[list[int]]:
+        """Yield the colours of series that meet one another, directly or by way of others."""
+        left, followed = dict.fromkeys(range(len(self.members))), set[int]()
+        while left:
+            reached, ahead = list[int](), [next(iter(left))]
+            while ahead:
+                colour = ahead.pop()
+                if colour not in left:
+                    continue
                 del left[colour]
-                for resource in shared[members[colour][0]]:
-                    if marked[resource] not in followed:
-                        followed.add(marked[resource])
-                        ahead += {colours[n] for n in members_of[resource]}
+                reached.append(colour)
+                for resource in self.shared[self.members[colour][0]]:
+                    if self.resource_colours[resource] not in followed:
+                        followed.add(self.resource_colours[resource])
+                        ahead += {self.colours[n] for n in self.users[resource]}
+            yield reached
+
+    def crossing(self, colours: Sequence[int], now: float) -> Crossing:
+        """Return the crossing of the series of *colours*, with a lane, a thread and links for each that differs."""
+        lane_of = {colour: number for number, colour in enumerate(colours)}
         lanes: list[Lane] = []
         free: list[float] = []
         links: list[tuple[float, Mapping[int, int]]] = []
-        places_of: dict[int, int] = {}  # of each mark: the number of the thread or link
-        for colour in reached:
-            first, through = members[colour][0], dict[int, None]()
-            one = several[first]
-            mark = marked[numbered[one.thread]] if one.thread in numbered else -1 - len(lanes)
-            thread = places_of.setdefault(mark, len(free))
+        numbers: dict[int, int] = {}  # by colour: of a thread, or of a link
+        for colour in colours:
+            first, through = self.members[colour][0], dict[int, None]()
+            one = self.several[first]
+            shared = self.number_of.get(one.thread)
+            own = -1 - len(lanes)  # the colour of a thread that nobody shares
+            thread = numbers.setdefault(own if shared is None else self.resource_colours[shared], len(free))
             if thread == len(free):
                 free.append(one.thread.free)
-            for resource in shared[first]:
-                if capacities[resource] >= 0.0:
-                    number = places_of.setdefault(marked[resource], len(links))
+            for resource in self.shared[first]:
+                if self.capacities[resource] >= 0.0:
+                    number = numbers.setdefault(self.resource_colours[resource], len(links))
                     if number == len(links):
-                        passing = dict[int, int]()
-                        for n in members_of[resource]:
-                            lane = reached[colours[n]]
-                            passing[lane] = passing.get(lane, 0) + 1
-                        links.append((capacities[resource], passing))
+                        passing = Counter(lane_of[self.colours[n]] for n in self.users[resource])
+                        links.append((self.capacities[resource], passing))
                     through[number] = None
-            lanes.append(Lane([several[n] for n in members[colour]], caps[first], thread, list(through)))
-        crossings.append(Crossing(lanes, free, links, now))
-    return crossings
+            lanes.append(Lane([self.several[n] for n in self.members[colour]], self.caps[first], thread, [*through]))
+        return Crossing(lanes, free, links, now)
