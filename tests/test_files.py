@@ -19,7 +19,7 @@ from pdsim.calibration import samples
 from pdsim.config.compose import compose
 from pdsim.core import files
 from pdsim.core.errors import ConfigError
-from pdsim.recipes import servers
+from pdsim.recipes.commands import servers
 from pdsim.results import compare, terminal
 from pdsim.run import run
 from pdsim.serving.settings import Workload

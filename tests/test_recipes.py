@@ -14,7 +14,8 @@ from experiments.serve import job
 from pdsim.cli.main import main
 from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError
-from pdsim.recipes import servers, translated
+from pdsim.recipes import translated
+from pdsim.recipes.commands import servers
 
 ONE = "experiment.deployment=colocated experiment.engines=1"
 SIDES = ("prefill", "decode")

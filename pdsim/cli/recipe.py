@@ -12,7 +12,8 @@ from pdsim.cli.help import parse
 from pdsim.core import files
 from pdsim.core.errors import ConfigError
 from pdsim.core.files import printable
-from pdsim.recipes import Recipe, servers, translated
+from pdsim.recipes import Recipe, translated
+from pdsim.recipes.commands import servers
 from pdsim.results.record import Table
 from pdsim.results.terminal import program, show_lines, show_table
 
