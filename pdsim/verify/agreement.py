@@ -189,6 +189,9 @@ def _prefills(scheduler: Any, with_pages: set[int]) -> Wrong:
         yield from _same("slots", handoff.slots.owners, with_pages)
         failed = {number for number, room in rooms.items() if room.failed}  # until they are over
         yield from _timed(handoff._timers, {n for n, room in rooms.items() if room.state == "waiting"}, failed)
+        early = {number for number in handoff._destinations._values if number in handoff._destinations}
+        if unused := early & (rooms.keys() | {number for number in early if number in handoff._over}):
+            yield "I8", f"destinations of rooms {sorted(unused)} are kept, which are here or over"
     else:
         kept = {number for number, room in rooms.items() if room.state in ("kept", "revoked")}
         yield from _same("kept rooms", handoff._kept, kept)
@@ -282,6 +285,8 @@ def _prefixes(pool: Any) -> Wrong:
         if cached.users != users[key] or (key in pool._idle) != (not cached.users):
             idle = "idle" if key in pool._idle else "not idle"
             yield "I8", f"cached page {cached.page} has {users[key]} users, counts {cached.users} and is {idle}"
+    if pool._limit and len(pool._idle) > pool._limit:
+        yield "I8", f"{len(pool._idle)} cached pages are nobody's, {pool._limit} may be"
     if users.keys() - pool._cached.keys() or pool._idle.keys() - pool._cached.keys():
         yield "I8", "pages are used or idle that are not known"
     if len({cached.page for cached in pool._cached.values()}) != len(pool._cached):
@@ -304,6 +309,13 @@ def _movers(member: Any, rooms: Any) -> Wrong:
     part: Any = member.mover.receiver if member.worker is None else member.mover.sender
     if rooms is not None and (over := part._rooms.keys() - rooms.keys()):
         yield "I8", f"rooms {sorted(over)} are kept, which the leader has not"
+    peers = getattr(part, "peers", None)
+    if peers is not None:
+        waiting = {room for entries in peers._waiting.values() for room, _ in entries}
+        if over := waiting - part._rooms.keys():
+            yield "I8", f"rooms {sorted(over)} wait for peers, and are over"
+        if strange := peers._lists.keys() - peers._peers.keys():
+            yield "I8", f"lists of descriptors are due for {sorted(strange)}, which are over"
     moving = Counter(int(one.transfer.label.partition("/")[0]) for one in member.rank.endpoint.moving.values())
     if isinstance(part, KvSender):
         yield from _sender(part, moving, exact=not (part._gathers or member.job.layerwise))

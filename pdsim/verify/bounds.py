@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import pairwise
-from math import ceil
+from math import ceil, inf
 from typing import Any
 
 from pdsim.kv.messages import Arrival, Finished, Status, Submit, epoch_of, instance_of
@@ -43,6 +43,7 @@ class BoundsChecker:
         self._loading: dict[int, list[Any]] = {}  # by program of prefill: the ends of what comes back
         self._needs: dict[tuple[int, int], list[Any]] = {}  # by program and forward: those that it waits for
         self._written: dict[tuple[str, str, int, int], int] = {}  # so many there are
+        self.ended: dict[int, float] = {}  # rooms: the end of the last forward that decode's leader has heard of
         self._ends: dict[tuple[int, int], int] = {}  # by batch and room: the step in which it may end, or later
 
     def submitted(self, request: Submit) -> None:
@@ -99,6 +100,9 @@ class BoundsChecker:
         times = [(name, getattr(message, name)) for name in _PHASES]
         if message.first is not None:
             times[-1:] = [("first", message.first), times[-1]]
+        ended = self.ended.get(message.room, message.prefilled)
+        if abs(message.prefilled - ended) > _ROUNDING:
+            self._report("I14", f"room {message.room} is prefilled at {message.prefilled:g} s, not {ended:g} s")
         for (first, one), (then, other) in pairwise(times):
             if one > other + _ROUNDING and then != "first":
                 self._report("I14", f"room {message.room}: {then} at {other:g} s, {first} at {one:g} s")
@@ -127,6 +131,10 @@ class BoundsChecker:
             queues = part._policy.queues if isinstance(part, KvSender) else 0
             if queues and part._under_way > queues:  # each begins a write when the one before is over
                 self._report("I15", f"{owner} has {part._under_way} writes under way, from {queues} queues")
+            other = instance_of(batch.target.owner if owner == batch.source.owner else batch.source.owner)
+            early = [name for name in (*part.peers._lists, *part.peers._waiting) if instance_of(name) == other]
+            if early:
+                self._report("I15", f"{owner} posts {label}, and makes its lists of descriptors of {early[0]} first")
             if isinstance(part, KvSender) and part._policy.handover and part._policy.queues:
                 self._check_handover(owner, part, self._members[owner].clock.now)
 
@@ -245,7 +253,17 @@ class BoundsChecker:
         endpoint: Any = getattr(getattr(self._members.get(owner), "rank", None), "endpoint", None)
         for peer, connection in getattr(endpoint, "_connections", {}).items():
             queue = connection.send_queue
-            if queue._waiting and queue._has_room(queue._waiting[0].descriptors):
+            if not queue._depth:
+                continue
+            waits = [one for one in endpoint.moving.values() if one.connection is connection and one.posting]
+            waits = [one for one in waits if not one.posting.aborted]
+            for one, following in pairwise(waits):
+                if one.posting.posted is None and following.posting.posted is not None:
+                    self._report("I7", f"{owner} posts {following.transfer.label!r} before {one.transfer.label!r}")
+            if late := [one for one in waits if one.posting.posted is None and one.transfer.triggered]:
+                self._report("I15", f"{late[0].transfer.label!r} of {owner} has failed, and waits to be posted")
+            first = queue._waiting[0].descriptors if queue._waiting else inf
+            if queue.outstanding + first <= queue._depth or (first < inf and not queue.outstanding):
                 self._report("I12", f"a post of {owner} waits, and there is room for it in the queue to {peer}")
             if 0 < queue._depth < queue.outstanding:
                 own = [one for one in endpoint.moving.values() if one.connection is connection]
@@ -263,6 +281,8 @@ class BoundsChecker:
         self._arrived[key] += count
         if arrival.count:
             self._written[key] = arrival.count
+            if member.index == 0:  # whose word the times of a request are
+                self.ended[arrival.room] = max(arrival.ended, self.ended.get(arrival.room, 0.0))
         most = self._written.get(key)
         if most is not None and self._arrived[key] > most:
             what = f"{self._arrived[key]} writes of rank {arrival.writer} for room {arrival.room}"

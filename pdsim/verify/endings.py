@@ -105,11 +105,24 @@ class EndingChecker:
         recent = {
             id(self._members[name].rank.device.memory) for name, at in self._ended.items() if at > now - _SETTLED
         }
+        endpoints = self._members[ROUTER].rank.endpoint._fabric.endpoints.values()  # also of who has not begun yet
+        devices = [endpoint._device for endpoint in endpoints if endpoint.ended is None]
+        owned = {id(buffer) for device in devices for buffer in device._buffers}
+        owned |= {id(segment._whole) for device in devices for segment in device.symmetric._segments}
         memories = {id(memory): memory for each in self._of.values() for memory in _memories(each.rank.device)}
         for number, memory in memories.items():
-            held = sum(buffer.size for buffer in memory._buffers.values() if buffer.freed)
-            if held and number not in recent:
+            if number in recent:
+                continue
+            buffers = memory._buffers.values()
+            held = sum(buffer.size for buffer in buffers if buffer.freed)
+            if held:
                 self._report("I8", f"{held} bytes of {memory.name} are freed, and held when all is over")
+            if memory.used != (used := sum(buffer.size for buffer in buffers)):
+                self._report(
+                    "I8", f"{memory.name} has {used} bytes in use when all is over, and counts {memory.used}"
+                )
+            if left := sum(buffer.size for buffer in buffers if not buffer.freed and id(buffer) not in owned):
+                self._report("I8", f"{left} bytes of {memory.name} are nobody's when all is over")
 
     def _hears(self, membership: Any, heard: Callable[[str], None], rank: str) -> None:
         known = rank in membership.last_heard

@@ -49,6 +49,7 @@ from pdsim.verify.choices import ChoiceChecker
 from pdsim.verify.computed import ComputedChecker, window_differs
 from pdsim.verify.endings import EndingChecker
 from pdsim.verify.fleet import FleetChecker
+from pdsim.verify.kept import KeptChecker
 from pdsim.verify.leaks import LeakChecker
 from pdsim.verify.order import OrderChecker
 from pdsim.verify.ownership import OwnershipChecker
@@ -128,6 +129,7 @@ class InvariantChecker(Observer):
         self.bounds = BoundsChecker(self.report, self.reached)
         self._waits = WaitChecker(self.report)
         self._agreement = AgreementChecker(self.report)
+        self._kept = KeptChecker(self.report)
         self.order = OrderChecker(self.report)
         self.endings = EndingChecker(self.report, hurried)
         self._schedules = ScheduleChecker(self.report)
@@ -173,6 +175,7 @@ class InvariantChecker(Observer):
         self.bounds.joined(member)
         self._waits.joined(member)
         self._agreement.joined(member)
+        self._kept.joined(member)
         self.order.joined(member)
         self._speech.joined(member)
         self.endings.joined(member)
@@ -374,7 +377,7 @@ class InvariantChecker(Observer):
                 pages = leader.job.page_count(target.input) - target.held
             for name, member in _in_incarnation(self._members, leader.incarnation) if target is not None else ():
                 if name not in self._gone and member.rank.device.holds_bytes:
-                    self._owners.check_bytes(name, room, pages)
+                    self._owners.check_bytes(name, room, pages, self._rooms[room].input)
         if isinstance(leader.mover.receiver, KvReceiver):
             self._check_metadata(leader)
         poll()

@@ -161,10 +161,14 @@ class LeakChecker:
 
 def _gauges(member: Any) -> Iterator[tuple[str, int]]:
     # What counts is under way, and bytes of a ring beyond those of its slots.
+    handoff: Any = getattr(member.scheduler, "handoff", None)
+    yield ".scheduler.handoff._answering", getattr(handoff, "_answering", 0)
+    yield ".scheduler.handoff._destinations", len(getattr(handoff, "_destinations", ()))
     for path in ("sender", "receiver"):
         part = getattr(member.mover, path, None)
         for name in ("_under_way", "_computing"):
             yield f".mover.{path}.{name}", getattr(part, name, 0)
+        yield f".mover.{path}.peers.preparing", getattr(getattr(part, "peers", None), "preparing", 0)
         landing = getattr(part, "landing", None)
         if landing is not None:
             ring = landing.ring

@@ -43,6 +43,7 @@ class OrderChecker:
         self._from: dict[tuple[str, str], list[dict[int, tuple[float, bytes]]]] = {}  # of a sender and a receiver
         self._queued: dict[tuple[int, int], int] = {}  # by program and room: its number in the queue
         self._times: dict[int, dict[str, float]] = {}  # by room at decode
+        self._began: dict[int, PrefillRequest] = {}  # by room, at prefill
         self._bytes: dict[str, Counter[tuple[str, str, str]]] = {"read": Counter(), "landed": Counter()}
 
     def joined(self, member: Any) -> None:
@@ -81,12 +82,18 @@ class OrderChecker:
 
     def changes(self, room: Room, state: str, now: float) -> None:
         """Take note of when *room* comes to *state*."""
-        if not isinstance(room, PrefillRequest):
+        if isinstance(room, PrefillRequest):
+            self._began[room.request.room] = room
+        else:
             self._times.setdefault(room.request.room, {}).setdefault(state, now)
 
     def finished(self, message: Finished) -> None:
         """Check that the times of *message* are those at which its room changed."""
-        times = self._times.get(message.room, {})
+        times, began = self._times.get(message.room, {}), self._began.get(message.room)
+        for name in ("noticed", "started") if began is not None else ():
+            if getattr(message, name) != getattr(began, name):
+                said = f"{name} at {getattr(message, name):g} s"
+                self._report("I14", f"room {message.room} is {said}, and was so at {getattr(began, name):g} s")
         for state, name in _STAMPS.items():
             if state in times and abs(times[state] - getattr(message, name)) > _ROUNDING:
                 said = f"{name} at {getattr(message, name):g} s"

@@ -44,7 +44,7 @@ class OwnershipChecker:
         self._leaders: dict[str, list[Any]] = {}  # of all incarnations, by the rank's name
         self._gathers: dict[int, tuple[Batch, int]] = {}  # copies under way by identity, and their rooms
         self._router: Router | None = None
-        self._came = Counter[tuple[str, int]]()  # by rank and room: bytes of pages that have come
+        self._came = Counter[tuple[str, int, str]]()  # by rank, room and component: bytes that have come
         self.unused: set[tuple[str, int]] = set()  # ranks that read for nobody, and the room
 
     def joined(self, member: Any) -> None:
@@ -60,7 +60,7 @@ class OwnershipChecker:
             pages.release = partial(self._freed, member, pages.release)
         if isinstance(member.worker, PrefillWorker) and isinstance(member.mover.sender, KvSender):
             sender: Any = member.mover.sender  # of any type, for mypy: a method of it is replaced
-            sender._gather = self._watched(sender._gather)
+            sender._gather = self._watched(member, sender._gather)
         landing: Any = getattr(member.mover.receiver if member.worker is None else None, "landing", None)
         if landing is not None:
             landing.ring.advance = partial(self._given, name, landing.ring.advance)
@@ -120,8 +120,8 @@ class OwnershipChecker:
         if gathered is not None:
             self._check("gathered from", batch.source.owner, gathered[1], batch.source_offset, batch.size)
 
-    def check_bytes(self, rank: str, room: int, pages: int) -> None:
-        """Check that *pages* of *room* have come to decode *rank*, in each plane once."""
+    def check_bytes(self, rank: str, room: int, pages: int, tokens: int) -> None:
+        """Check that *pages* and state of *room*, of *tokens*, have come to decode *rank*, in each plane once."""
         member = self._members[rank]
         layout, ranks = member.mover.layout, member.job.rank_map
         parts = [
@@ -129,22 +129,34 @@ class OwnershipChecker:
         ]
         heads = [part.heads.heads for part in parts if part.heads is not None and "kv" in part.components]
         copies = max(1, sum(heads) // max(1, layout.shape.local_heads(layout.tp)))  # replicas of a head all write it
-        tables = [table for table in layout.tables if table.component in ("kv", "index")]
-        most = pages * sum(len(table.planes) * table.item * copies for table in tables)
-        if (came := self._came[rank, room]) != most:
-            self._report("I14", f"{came} bytes of pages of room {room} have come to {rank}, it has {most}")
+        window, size = layout.shape.state.window, layout.page_size
+        touched = {token // size for token in range(max(0, tokens - window), tokens)}
+        rows = {"kv": pages * copies, "index": pages, "window": len(touched) * copies, "mamba": 1}
+        for component in dict.fromkeys(table.component for table in layout.tables):
+            most, came = rows[component] * layout.row_bytes(component), self._came[rank, room, component]
+            if came != most:
+                self._report("I14", f"{came} bytes of {component} of room {room} have come to {rank}, it has {most}")
+        if (came := self._came[rank, room, "metadata"]) > AUX_BYTES:
+            self._report("I14", f"{came} bytes of metadata of room {room} have come to {rank}, it has {AUX_BYTES}")
 
     def _count(self, rank: str, room: int, batch: Batch) -> None:
         pieces = list(zip(batch.target_offset.tolist(), batch.size.tolist(), strict=True))
-        for table in self._members[rank].mover.layout.tables:
-            if table.component in ("kv", "index"):
-                start, end = table.start, table.end
-                self._came[rank, room] += sum(size for offset, size in pieces if start <= offset < end)
+        layout = self._members[rank].mover.layout
+        for table in layout.tables:
+            inside = sum(size for offset, size in pieces if table.start <= offset < table.end)
+            self._came[rank, room, table.component] += inside
+        start = layout.kv_bytes
+        metadata = sum(size for offset, size in pieces if 0 <= offset - start < AUX_BYTES * layout.slots)
+        self._came[rank, room, "metadata"] += metadata
 
-    def _watched(self, gather: Callable[[Any, Batch], Any]) -> Callable[[Any, Batch], Any]:
+    def _watched(self, member: Any, gather: Callable[[Any, Batch], Any]) -> Callable[[Any, Batch], Any]:
         # The batch itself is kept beside its identity, so that no other gets that identity meanwhile.
         def watch(state: Any, batch: Batch) -> Any:
             self._gathers[id(batch)] = batch, state.room
+            for posted in member.rank.endpoint.moving.values():
+                if posted.transfer.batch.source == batch.target:
+                    what = f"room {state.room} gathers into {batch.target.name} of {member.rank.name}"
+                    self._report("I4", f"{what}, from which {posted.transfer.label!r} is under way")
             return gather(state, batch)
 
         return watch

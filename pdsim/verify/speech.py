@@ -27,6 +27,8 @@ from pdsim.kv.messages import (
     ReadDone,
     ReadRequest,
     RegisterPool,
+    RoomLocations,
+    RoomQuery,
     StagingRelease,
     StagingReply,
     StagingRequest,
@@ -39,6 +41,7 @@ from pdsim.kv.messages import (
 from pdsim.serving.rank_process import Room
 from pdsim.serving.router import Router
 from pdsim.transfer import Transfer
+from pdsim.verify.waits import GIVEN_UP
 
 _OF_ROOMS = (
     *(Abort, Arrival, Destination, Finished, PrefillDone, RankQuiesced, ReadDone, ReadRequest),
@@ -70,6 +73,8 @@ class SpeechChecker:
         self._told: set[int] = set()  # rooms that the router gives up, or hears to have ended
         self._failed: set[int] = set()  # since the last message
         self._fences: set[tuple[str, str, int]] = set()  # questions for a proof: sender, receiver and number
+        self._refused: set[tuple[int, int, str]] = set()  # by program and room: decode ranks without a slot for it
+        self._asking: set[int] = set()  # programs that have asked where rooms are, and have no answer
         self._aborted: set[tuple[int, int]] = set()  # by part and room: those that its leader has stopped
 
     def joined(self, member: Any) -> None:
@@ -87,6 +92,10 @@ class SpeechChecker:
             part.report = partial(self._tells, member.rank.name, part, part.report)
         if hasattr(peers, "connect"):
             peers.connect = partial(self._connects, member, peers.connect)
+        if StagingReply in member.handlers:
+            member.handlers[StagingReply] = partial(self._granted, member, member.handlers[StagingReply])
+        if RoomLocations in member.handlers:
+            member.handlers[RoomLocations] = partial(self._located, member, member.handlers[RoomLocations])
         if member.scheduler is not None:
             member.handlers[RankQuiesced] = partial(self._quiesced, member, member.handlers[RankQuiesced])
             member.scheduler.forget = partial(self._forgets, member, member.scheduler.forget)
@@ -100,6 +109,8 @@ class SpeechChecker:
         """Check that *sender* may send *message* to *receiver* now."""
         if isinstance(message, _OF_ROOMS):
             self._about(sender, receiver, message)
+        elif isinstance(message, RoomQuery):
+            self._asks(self._members[sender], message)
         elif isinstance(message, Submit):
             self._submits(receiver, message)
         elif isinstance(message, Gone) and sender == ROUTER:
@@ -155,6 +166,11 @@ class SpeechChecker:
         for rank in ranks:
             if self._reports.get((rank, message.room)) != "succeeded":
                 self._report("I1", f"{sender} sends {what}, and {rank} has not all of it")
+        room = own.rooms.get(message.room) if done and own is not None else None
+        if room is not None and room.state in GIVEN_UP:
+            self._report("I1", f"{sender} sends {what}, which is {room.state} there")
+        if isinstance(message, StagingRequest) and (id(member), message.room, receiver) in self._refused:
+            self._report("I4", f"{sender} sends {what} to {receiver}, which has refused it a slot")
         if isinstance(message, TransferDone) and message.lost:
             ranks = self._members[ROUTER].job.ranks(instance_of(message.lost))
             lives = [self._members[rank] for rank in ranks if rank in self._members]
@@ -202,6 +218,23 @@ class SpeechChecker:
         if isinstance(message, RankQuiesced) and (id(part), message.room) not in self._aborted:
             self._report("I3", f"{rank} says that room {message.room} is quiet, which its leader has not stopped")
         report(message)
+
+    def _granted(self, member: Any, grant: Callable[..., None], sender: str, message: StagingReply) -> None:
+        if message.position < 0:
+            self._refused.add((id(member), message.room, sender))
+        grant(sender, message)
+
+    def _located(self, member: Any, locate: Callable[..., None], sender: str, message: RoomLocations) -> None:
+        if message.incarnation == member.incarnation:
+            self._asking.discard(id(member))
+        locate(sender, message)
+
+    def _asks(self, member: Any, message: RoomQuery) -> None:
+        if id(member) in self._asking:
+            self._report("I1", f"{member.rank.name} asks where rooms are before it has its answer")
+        self._asking.add(id(member))
+        if over := {*message.rooms} - member.scheduler.handoff._lookup._open.keys():
+            self._report("I1", f"{member.rank.name} asks where rooms {sorted(over)} are, which it does not wait for")
 
     def _quiesced(self, member: Any, quiesced: Callable[..., None], sender: str, message: RankQuiesced) -> None:
         self._quiet.setdefault((id(member), message.room), set()).add(sender)

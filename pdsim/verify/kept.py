@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What pools give out and caches give up, in which order: a part of `pdsim.verify.invariants`.
+
+Free queues, prefix caches and tiers are each compared with a plain list that follows their description.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from pdsim.kv.pages import FreeQueue, PrefixPagePool
+from pdsim.kv.tiers import TIERS, Origin
+from pdsim.serving.router import Router
+
+
+class KeptChecker:
+    """Calls *report* with an invariant (I7, I12 or I14) and a text for a page that comes or goes out of turn."""
+
+    def __init__(self, report: Callable[[str, str], None]) -> None:
+        self._report = report
+        self._stores: dict[int, Any] = {}  # tiers that are watched, by identity
+
+    def joined(self, member: Any) -> None:
+        """Watch the pool and the tiers of *member*, a rank's program."""
+        if isinstance(member, Router) or member.scheduler is None:
+            return
+        pool, name = member.scheduler.pages.pool, member.rank.name
+        if isinstance(pool, FreeQueue):
+            _Queue(self._report, name, pool)
+        elif isinstance(pool, PrefixPagePool):
+            cache = _Cache(self._report, name, pool)
+            tiers: Any = pool.tiers
+            if tiers is not None:
+                for tier, store in tiers.stores.items():
+                    if id(store) not in self._stores:
+                        self._stores[id(store)] = store
+                        self._watch(f"{tier} of {name}", store)
+                tiers.find = partial(self._finds, member, tiers, tiers.find)
+                cache.watch_writes()
+
+    def _watch(self, name: str, store: Any) -> None:
+        put, touch, kept = store.put, store.touch, dict[int, int]()  # the next to go first
+
+        def used(keys: Sequence[int], node: int | None) -> None:
+            for key in reversed(keys):
+                if key in kept or node is not None:
+                    kept[key] = kept.pop(key, -1 if node is None else node)
+            for key in [*kept][: max(0, len(kept) - store.pages)]:
+                del kept[key]
+            if [*kept.items()] != [*store._kept.items()]:
+                self._report("I7", f"{name} keeps {[*store._kept]}, and was last given or asked for {[*kept]}")
+
+        def puts(keys: Sequence[int], node: int) -> None:
+            put(keys, node)
+            used(keys, node)
+
+        def touches(keys: Sequence[int]) -> None:
+            touch(keys)
+            used(keys, None)
+
+        store.put, store.touch = puts, touches
+
+    def _finds(
+        self, member: Any, tiers: Any, find: Callable[..., list[Origin]], keys: Any, skip: int, below: bool = False
+    ) -> list[Origin]:
+        # Whole objects, from the first missing page on, each page in the fastest tier that may be read.
+        origins, cache = find(keys, skip, below), member.job.cache
+        direct = TIERS if below or cache.prefetch == "none" else ("host",)
+        read = [tier for tier in direct if tier in tiers.stores]
+        there = []
+        for key in keys[skip:]:
+            having = [(tier, node) for tier in read if (node := tiers.stores[tier].find(key)) is not None]
+            if not having:
+                break
+            there.append(having[0])
+        each = max(1, cache.chunk // member.job.page_size)
+        most = max(0, (skip + len(there)) // each * each - skip)
+        if origins != there[:most]:
+            self._report("I14", f"{member.rank.name} finds {origins} in tiers, which have {there}, {each} an object")
+        return origins
+
+
+class _Queue:
+    """Watches whether a `FreeQueue` gives out what was freed longest ago, or last."""
+
+    def __init__(self, report: Callable[[str, str], None], name: str, pool: Any) -> None:
+        self._report, self._name, self._pool = report, name, pool
+        self._free = [*range(pool.pages)]
+        self._take, self._release = pool.take, pool.release
+        pool.take, pool.release = self._taken, self._released
+
+    def _taken(self, owner: int, count: int) -> Any:
+        pages = self._take(owner, count)
+        own, self._free = self._free[:count], self._free[count:]
+        if (given := _numbers(pages)) != own:
+            self._report("I7", f"{self._name} gives room {owner} pages {given}, it was the turn of {own}")
+        return pages
+
+    def _released(self, owner: int) -> None:
+        pages, block = _numbers(self._pool.owners[owner]), self._pool.block
+        back = [page for first in range(len(pages) - block, -1, -block) for page in pages[first : first + block]]
+        self._release(owner)
+        self._free = [*back, *self._free] if self._pool._last_first else [*self._free, *back]
+
+
+class _Cache:
+    """Watches in which order a `PrefixPagePool` evicts pages, and which of them it writes to tiers."""
+
+    def __init__(self, report: Callable[[str, str], None], name: str, pool: Any) -> None:
+        self._report, self._name, self._pool = report, name, pool
+        self._idle: dict[int, None] = {}  # keys in the order of their last use
+        self._here: set[int] = set()  # keys of pages whose contents are in their place
+        self._release, self._written, self._evict = pool.release, pool.written, pool._evict
+        pool.release, pool.written, pool._evict = self._released, self._came, self._evicts
+
+    def watch_writes(self) -> None:
+        """Watch what goes to tiers, too."""
+        pool = self._pool
+        pool.store, pool.reuse = partial(self._stores, pool.store), partial(self._reuses, pool.reuse)
+
+    def _let_go(self, keys: Sequence[int | None]) -> None:
+        # Of a prompt the end is the next to go.
+        for key in reversed(keys):
+            if key is not None and self._pool._cached[key].users == 1:
+                self._idle.pop(key, None)
+                self._idle[key] = None
+
+    def _released(self, owner: int) -> None:
+        self._let_go(self._pool._keys.get(owner, []))
+        self._release(owner)
+
+    def _came(self, keys: Sequence[int]) -> None:
+        own = [key for key in keys if key in self._pool._writing]
+        self._here.update(own)
+        self._let_go(own)
+        self._written(keys)
+
+    def _evicts(self) -> None:
+        pool = self._pool
+        self._idle = {key: None for key in self._idle if key in pool._idle}
+        if (idle := [*pool._idle]) != [*self._idle]:
+            self._report("I7", f"{self._name} evicts pages in the order {idle}, they were used in {[*self._idle]}")
+            self._idle = dict.fromkeys(idle)
+        first = idle[0]
+        self._evict()
+        gone = [key for key in idle if key not in pool._cached]
+        if first not in gone or (len(gone) > 1 and not pool._radix):
+            self._report("I7", f"{self._name} evicts {gone} where it is the turn of {first}")
+        self._here.difference_update(gone)
+
+    def _stores(self, store: Callable[..., None], owner: int, keys: Sequence[int]) -> None:
+        begin = self._pool._stored.get(owner, 0)
+        store(owner, keys)
+        self._here.update(key for key in self._pool._keys.get(owner, [])[: len(keys)] if key is not None)
+        if self._pool._write == "through":
+            self._check_written(keys, begin)
+
+    def _reuses(self, reuse: Callable[..., Any], owner: int, count: int, keys: Sequence[int]) -> Any:
+        given = reuse(owner, count, keys)
+        if given is not None and given[1] and self._pool._write == "selective":
+            self._check_written(keys[: given[1]], 0)
+        return given
+
+    def _check_written(self, keys: Sequence[int], begin: int) -> None:
+        # What a tier lacks of whole objects is on its way.
+        pool, each = self._pool, self._pool.tiers.chunk
+        for key in keys[begin // each * each : len(keys) // each * each]:
+            lacking = [tier for tier, store in pool.tiers.stores.items() if store.find(key) is None]
+            if lacking and key in self._here and key in pool._cached and key not in pool._writing:
+                self._report(
+                    "I12", f"{self._name} does not write page {pool._cached[key].page}, which {lacking} lack"
+                )
+
+
+def _numbers(pages: Any) -> list[int]:
+    return [page for first, count in pages for page in range(first, first + count)]
