@@ -19,7 +19,8 @@ from pdsim.hardware.machine import Machine
 from pdsim.kv.messages import ROUTER, instance_of
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.workload import Request
-from pdsim.sim.faults import Faults, Pause, Silence
+from pdsim.sim.endpoint import DETECTION
+from pdsim.sim.faults import CardOutage, Faults, Pause, Silence
 from pdsim.transfer.job import Outcome, RankSpec
 
 RECONNECTED = 2.0
@@ -56,6 +57,7 @@ class Scenario:
     collective: Collective | None  # with which context-parallel ranks gather
     text: str  # one line
     misspeaks: Mapping[str, tuple[float, str]] = field(default_factory=dict)  # ranks, when, and who cannot read it
+    cards: Sequence[CardOutage] = ()  # network cards that fail
     outages: Sequence[tuple[float, float]] = ()  # when the router fails, and when it works again
     hurried: bool = False  # whether ranks stop with the last request, also if messages and transfers are pending
     plain: bool = False  # whether nothing goes wrong, and it is run twice (`experiments.faults.shortcuts`)
@@ -252,7 +254,7 @@ class Causes:
         - ``MessageError``: a rank of its instances said what the router cannot read.
         - ``TransferTimeout``: a transfer of it was held up, something of its instances was slow, or the limit that
           *status* names has passed.
-        - ``TransferFailed``: the engine reported a transfer of it as failed.
+        - ``TransferFailed``: the engine reported a transfer of it as failed, or a card had failed.
         - ``SendQueueFull``: the engine refuses when its queue is full.
         - ``OutOfMemory``: another request left pages in quarantine at one of its instances.
 
@@ -277,7 +279,10 @@ class Causes:
         if kind == "TransferFailed":
             # layer by layer, the writes of several rooms are one sequence
             beside = self._sharing(past) if self._scenario.job.layerwise else [past]
-            return any(room in self._broken for each in beside for _, room, *_ in each.tries)
+            cards = (Span(each.start, each.end + DETECTION) for each in self._scenario.cards)
+            return any(room in self._broken for each in beside for _, room, *_ in each.tries) or any(
+                each.reaches(past.began, past.ended) for each in cards
+            )
         if kind == "SendQueueFull":
             return any(model.full == "refuse" and model.depth for model in self._models)
         return kind == "OutOfMemory" and self._short(place, past)
@@ -439,4 +444,7 @@ def _disturbances(scenario: Scenario) -> dict[str, list[Span]]:
     for rank, each in (*((each.rank, each) for each in (*faults.slow, *faults.absences)), *squeezed):
         if rank is not None:
             spans.setdefault(instance_of(rank), []).append(Span(each.start, each.end))
+    for spec, card in product(scenario.specs, scenario.cards):
+        if spec.place.node == card.node:
+            spans.setdefault(instance_of(spec.name), []).append(Span(card.start, card.end))
     return spans

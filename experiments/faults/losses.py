@@ -20,10 +20,11 @@ from experiments.faults.late import DEADLINE, directions, lag, lagging, possible
 from experiments.faults.settings import LONGEST
 from pdsim.core.errors import MessageError
 from pdsim.hardware.costs import Engine
+from pdsim.hardware.machine import Machine
 from pdsim.kv.messages import ROUTER, ReadDone, RoomQuery, StagingRequest, Submit, decode, instance_of
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.workload import Request
-from pdsim.sim.faults import Faults, Observer, Pause, Silence, Slow, Squeeze, Stale
+from pdsim.sim.faults import CardOutage, Faults, Observer, Pause, Silence, Slow, Squeeze, Stale
 from pdsim.sim.model import Model
 from pdsim.transfer.job import RankSpec
 from pdsim.verify.computed import ComputedChecker
@@ -249,6 +250,16 @@ def halved(
     return replace(faults, pauses=(*faults.pauses, pause))
 
 
+def card_outages(random: np.random.Generator, machine: Machine, span: float) -> list[CardOutage]:
+    """Return when network cards of *machine* fail, one to three times, for a moment or longer than transfers may."""
+    cards = []
+    for _ in range(1 + int(3 * random.random())):
+        node, card = int(random.integers(machine.nodes)), int(random.integers(machine.nic.count))
+        start, seconds = float(random.uniform(0.0, span / 2)), 10.0 ** float(random.uniform(-3.0, 0.0))
+        cards.append(CardOutage(node, card, start, start + seconds))
+    return cards
+
+
 # --- after a message ---------------------------------------------------------------------------------------------
 
 _OFTEN = {"Arrival": 2, "Destination": 2, "PrefillDone": 3, "ReadDone": 9, "ReadRequest": 3, "RegisterPool": 3}
@@ -333,7 +344,7 @@ def at_moments(scenario: Scenario, random: np.random.Generator, others: Collecti
     rehearsal = _Rehearsal(kinds[:4], number)
     model = Model(
         scenario.machine, scenario.engine, memory="tracked", seed=scenario.seed, faults=scenario.faults,
-        limit=scenario.faults.until, observer=rehearsal, collective=scenario.collective,
+        limit=scenario.faults.until, observer=rehearsal, collective=scenario.collective, outages=scenario.cards,
     )  # fmt: skip
     with suppress(_Enough):
         model.run(scenario.specs, scenario.kill, scenario.restart)

@@ -5,8 +5,8 @@ The router keeps what explains a failure, and asks at the end whether all has re
 some first pages of requests, as with a prefix cache.  A rank may send what its peers cannot read.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import replace as layout_replace
 from functools import partial
 from importlib import import_module
 from typing import Any, cast
@@ -29,8 +29,9 @@ from pdsim.serving.decode import DecodeScheduler, decode_rank
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.handoff.push import PushDecode
 from pdsim.serving.router import RoutedRequest, Router
+from pdsim.sim.faults import Squeeze
 from pdsim.transfer import Program
-from pdsim.transfer.job import Rank
+from pdsim.transfer.job import Rank, RankSpec
 
 LINGER = 5.0
 """Seconds without a request before the probes, and before the ranks are stopped: what is left then is left for
@@ -201,7 +202,7 @@ def _words(job: Deployment, instance: str, index: int, to: str) -> list[bytes]:
         return [*unread, *map(encode, (Stop(), *ranks))]
     layout = job.prefill_layout(index) if instance in job.prefills else job.decode_layout(index)
     other = incarnation_name(instance_of(to), 1), b"what", incarnation_name(instance, 1)
-    larger = layout_replace(layout, page_size=2 * layout.page_size)
+    larger = dataclasses.replace(layout, page_size=2 * layout.page_size)
     pools = [(99, layout), (index, larger), (index, layout)]
     return [*unread, *map(encode, (Stop(), *(RegisterPool(*other, *its) for its in pools)))]
 
@@ -213,3 +214,32 @@ def short_of_memory(rank: Rank, *, runs: str, leaves: int, **arguments: Any) -> 
     own = job.prefill_layout(arguments["index"]).size
     device.allocate(device.capacity - device.used - own - leaves)
     return (yield from getattr(import_module(module), name)(rank, **arguments))
+
+
+def other_rows(spec: RankSpec) -> RankSpec:
+    """Return *spec*, if of decode, of another release: metadata cannot be pushed there, and comes as a message."""
+    if not instance_of(spec.name).startswith("decode"):
+        return spec
+    arguments = dict(spec.arguments) | {"rows": [16], "holds": spec.program.startswith("experiments")}
+    return dataclasses.replace(spec, program="experiments.faults.programs:decode", arguments=arguments)
+
+
+def holding(spec: RankSpec) -> RankSpec:
+    """Return *spec*, if of decode, which holds some first pages of requests."""
+    decode = instance_of(spec.name).startswith("decode")
+    return dataclasses.replace(spec, program="experiments.faults.programs:decode") if decode else spec
+
+
+def short(spec: RankSpec, leaves: int) -> RankSpec:
+    """Return *spec* with so much less memory that it *leaves* so many bytes."""
+    arguments = dict(spec.arguments) | {"runs": spec.program, "leaves": leaves}
+    return dataclasses.replace(spec, program="experiments.faults.programs:short_of_memory", arguments=arguments)
+
+
+def beside(squeeze: Squeeze, specs: Sequence[RankSpec]) -> Squeeze:
+    """Return *squeeze* of *specs* on two nodes: on the way from the GPU of a rank to a network card.
+
+    The link names the number of the rank.
+    """
+    place = specs[1 + int(squeeze.link.partition("gpu")[2].partition("/")[0])].place
+    return squeeze._replace(link=f"node{place.node}/gpu{place.gpu}/pcie.{squeeze.link.rpartition('.')[2]}")

@@ -22,6 +22,7 @@ from experiments.faults.causes import Causes, Scenario
 from experiments.faults.late import DEADLINE, overtaken, stale, unanswered
 from experiments.faults.losses import (
     at_moments,
+    card_outages,
     cut_for_long,
     deserted,
     drains,
@@ -32,6 +33,7 @@ from experiments.faults.losses import (
     router_outages,
     slow_loads,
 )
+from experiments.faults.programs import beside, holding, other_rows, short
 from experiments.faults.settings import (
     CHANGES,
     FULL,
@@ -47,6 +49,7 @@ from experiments.faults.settings import (
     in_blocks,
     late_programs,
     on_two_nodes,
+    other_writes,
     slow_stores,
     small_ring,
     tiered,
@@ -77,15 +80,13 @@ from pdsim.compute.forward import Compute
 from pdsim.config import Config
 from pdsim.hardware.costs import Engine, EngineModel
 from pdsim.hardware.machine import Gpu, Host, Interconnect, Machine, Nic
-from pdsim.kv.messages import instance_of
 from pdsim.kv.policy import Policy, Staging
 from pdsim.models.llm import Hybrid, Llm, Parallel, Side
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.settings import Kv, SchedulerLimits
 from pdsim.serving.workload import Request, stream
-from pdsim.sim.faults import Faults, Squeeze
+from pdsim.sim.faults import CardOutage, Faults
 from pdsim.sim.model import Model
-from pdsim.transfer.job import RankSpec
 from pdsim.verify.invariants import InvariantChecker, Violation
 from pdsim.verify.reached import counted
 
@@ -95,7 +96,7 @@ KINDS = {
     "delays": "control messages arrive late, in order",
     "late": "completions arrive late",
     "stray": "bytes move between post and completion",
-    "shuffle": "simultaneous events, in any order of ranks",
+    "shuffle": "simultaneous events in any order",
     "slow": "a rank is slow",
     "squeezes": "a link is cut or slow",
     "aborts": "a quarter of the users leave",
@@ -103,8 +104,8 @@ KINDS = {
     "restarts": "an instance that lost a rank starts again",
     "torn": "transfers move in parts",
     "losses": "several instances lose a rank each",
-    "together": "a prefill and a decode instance start again",
-    "silences": "a rank's messages are held, up to two deadlines",
+    "together": "a pair of instances starts again",
+    "silences": "a rank's messages are held",
     "router": "the router is killed",
     "broken": "transfers fail after none, some or all bytes",
     "full": "a short send queue: posting waits, or is refused",
@@ -113,9 +114,9 @@ KINDS = {
     "limits": "time limits for decode pages and for arrival",
     "held": "decode holds some first pages",
     "nodes": "two nodes, joined by RDMA",
-    "edges": "whole pages or chunks, or a token more; outputs of one or two",
+    "edges": "whole pages or chunks, or a token more",
     "scatter": "pools hold little more than the longest request; slow scattering",
-    "pauses": "a rank stands still, up to two deadlines",
+    "pauses": "a rank stands still",
     "grows": "pages grow; preempted KV is recomputed or retracted",
     "hosts": "host costs of SGLang's and vLLM's loops",
     "pulls": "decode reads from prefill; leases end early",
@@ -146,14 +147,16 @@ KINDS = {
     "hurries": "ranks stop with the last request",
     "experts": "tokens travel to experts",
     "scales": "autoscaling",
+    "writes": "other calls, queues and metadata",
+    "cards": "network cards fail",
 }
 """The kinds of faults and unusual circumstances, and their effects: the table of `docs/faults.md`.
 
 New kinds are appended: each is drawn in this order, so that the kinds of earlier seeds stay as they were."""
 
 RARE = {"router": 0.15, "silences": 0.5, "pauses": 0.5, "shares": 0.3, "tiers": 0.5, "halves": 0.4}
-RARE |= {"runs": 0.15, "layerwise": 0.4, "moments": 1.2, "users": 0.5, "wakes": 0.3, "blocks": 0.2}
-RARE |= {"notices": 0.5, "overtakes": 0.6, "hurries": 0.4, "experts": 0.3, "scales": 0.3}
+RARE |= {"runs": 0.15, "layerwise": 0.4, "moments": 1.2, "users": 0.5, "wakes": 0.3, "blocks": 0.2, "scales": 0.3}
+RARE |= {"notices": 0.5, "overtakes": 0.6, "hurries": 0.4, "experts": 0.3, "writes": 0.5, "cards": 0.3}
 """By how much less likely than the others these are: little can be checked after the loss of the router."""
 
 _EXCLUDED = {
@@ -254,6 +257,8 @@ def draw(
     kinds = [kind for kind in kinds if kind not in undone]
     if {"tiers", "blocks"} & {*kinds} and "caches" not in without:
         kinds = [kind for kind in KINDS if kind in kinds or kind == "caches"]
+    if "cards" in kinds and "nodes" not in without:
+        kinds = [kind for kind in KINDS if kind in kinds or kind == "nodes"]
     geometry = random("geometry")
     config = _config(seed, geometry)
     if "crowds" in kinds:
@@ -355,6 +360,8 @@ def draw(
     if "crowds" in kinds:
         job = replace(job, engine=replace(job.engine, reserved_tokens=0))
         requests = [request._replace(output=LONGEST[1]) for request in requests]
+    if "writes" in kinds:
+        job = other_writes(job, random("writes"))
     machine, engine = config.hw, config.backend
     if "engines" in kinds:
         engine = another_engine(engine, random("engines"))
@@ -362,6 +369,10 @@ def draw(
     if "runs" in kinds:  # a nanosecond decides whether a stream has rested
         paths = {name: getattr(engine, name) for name in ("intra", "inter")}
         engine = replace(engine, **{name: path and replace(path, streams=False) for name, path in paths.items()})
+    cards: list[CardOutage] = []
+    if "cards" in kinds and "nodes" in kinds:
+        cards = card_outages(random("cards"), machine, 50 * gap + 0.5)
+        engine = replace(engine, failover=bool(random("cards.others").random() < 0.5))
     if "full" in kinds:
         engine = full_queue(engine, random("full"))
     if "caches" in kinds:
@@ -440,16 +451,16 @@ def draw(
     if (
         "held" in kinds and job.engine.handoff == "push" and not job.cache.decode
     ):  # what a reader holds has no contents to compare
-        specs = [_holding(spec) for spec in specs]
+        specs = [holding(spec) for spec in specs]
     buffers = job.handoff.queues * job.staging.buffer if job.staging else 0  # which it has before a gather's pool
     full = FULL * (LARGE if "blocks" in kinds else 1)
     if gathers and config.collective is not None and config.collective.pool == full:
         last = list(job.ranks(job.prefills[0]))[-1]  # of its group
-        specs = [_short(spec, full * 7 // 8 + buffers) if spec.name == last else spec for spec in specs]
+        specs = [short(spec, full * 7 // 8 + buffers) if spec.name == last else spec for spec in specs]
     if "policies" in kinds and job.handoff.metadata_fallback and random("rows").random() < 0.5:
-        specs = [_other_rows(spec) for spec in specs]
+        specs = [other_rows(spec) for spec in specs]
     if "nodes" in kinds:
-        faults = replace(faults, squeezes=tuple(_beside(squeeze, specs) for squeeze in faults.squeezes))
+        faults = replace(faults, squeezes=tuple(beside(squeeze, specs) for squeeze in faults.squeezes))
     if "runs" in kinds:
         faults, kill, restart, leaving, outages = Faults(), {}, {}, {}, []
         cancels = {number: at for number, at in cancels.items() if number < len(requests)}
@@ -470,6 +481,7 @@ def draw(
         engine=engine,
         collective=config.collective if gathers else None,
         text=text,
+        cards=cards,
         outages=outages,
         plain="runs" in kinds,
     )
@@ -487,7 +499,7 @@ def _planned(scenario: Scenario, drained: Sequence[tuple[str, float, float]]) ->
     # With a router that knows who leaves, which instances drain, and when all is calm.
     faults, arrivals = scenario.faults, [each.arrival for each in scenario.requests if each.after < 0]
     ends = [each.end for each in (*faults.slow, *faults.squeezes, *faults.absences)]
-    ends += [end for _, end in scenario.outages]
+    ends += [*(each.end for each in scenario.cards), *(end for _, end in scenario.outages)]
     calm = max([*arrivals, *scenario.kill.values(), *scenario.restart.values(), *ends]) + DEADLINE
     leaves = [[number, at] for number, at in scenario.cancels.items()]
     router, *ranks = scenario.specs
@@ -519,6 +531,7 @@ def attempt(scenario: Scenario) -> Tried:
         limit=scenario.limit,
         observer=checks,
         collective=scenario.collective,
+        outages=scenario.cards,
     )
     with counted(checks.reached, checks.changes):
         outcome = model.run(scenario.specs, scenario.kill, scenario.restart)
@@ -625,31 +638,6 @@ def _cancels(random: np.random.Generator, count: int, share: float = 0.25, least
     # About that *share* of them, after 10 to the power of *least* seconds or up to 0.1.
     draws = enumerate(random.random((count, 2)).tolist())
     return {number: 10.0 ** (least + (-1.0 - least) * after) for number, (chance, after) in draws if chance < share}
-
-
-def _other_rows(spec: RankSpec) -> RankSpec:
-    # Of another release of the engine: metadata cannot be pushed there, and comes as a message.
-    if not instance_of(spec.name).startswith("decode"):
-        return spec
-    arguments = dict(spec.arguments) | {"rows": [16], "holds": spec.program.startswith("experiments")}
-    return replace(spec, program="experiments.faults.programs:decode", arguments=arguments)
-
-
-def _holding(spec: RankSpec) -> RankSpec:
-    decode = instance_of(spec.name).startswith("decode")
-    return replace(spec, program="experiments.faults.programs:decode") if decode else spec
-
-
-def _short(spec: RankSpec, leaves: int) -> RankSpec:
-    arguments = dict(spec.arguments) | {"runs": spec.program, "leaves": leaves}
-    return replace(spec, program="experiments.faults.programs:short_of_memory", arguments=arguments)
-
-
-def _beside(squeeze: Squeeze, specs: Sequence[RankSpec]) -> Squeeze:
-    # KV goes over the network there, so the squeeze must lie on the way from the GPU to a network card.  The GPU is
-    # the one of the rank with the number that the link names.
-    place = specs[1 + int(squeeze.link.partition("gpu")[2].partition("/")[0])].place
-    return squeeze._replace(link=f"node{place.node}/gpu{place.gpu}/pcie.{squeeze.link.rpartition('.')[2]}")
 
 
 def _side(side: Side) -> str:

@@ -120,11 +120,12 @@ def crowded(config: Config, random: np.random.Generator) -> Config:
 def small_ring(job: Deployment, random: np.random.Generator) -> Staging:
     """Return staging of *job* with a ring of a third of the longest prompt's part of a chunk to two of them."""
     assert job.staging is not None
-    size, together, whole = random.random(3).tolist()
+    size, together, whole, buffer = random.random(4).tolist()
     tokens = (job.chunk // job.page_size + 1) * job.page_size  # of the buffer
     longest = job.staging.buffer * min(1.0, LONGEST[0] / tokens)
     ring = whole_ring(job, int(longest * 10.0 ** (0.8 * size - 0.5)), whole)
-    return replace(job.staging, ring=ring, scatter="chunk" if together < 0.85 else "writer")
+    own = int(job.staging.buffer * min(1.0, 0.3 + buffer))  # some chunks exceed it
+    return replace(job.staging, ring=ring, buffer=own, scatter="chunk" if together < 0.85 else "writer")
 
 
 def whole_ring(job: Deployment, ring: int, chance: float) -> int:
@@ -461,6 +462,25 @@ def used(
         retries=max(job.retries, 1),
     )
     return job, changed
+
+
+def other_writes(job: Deployment, random: np.random.Generator) -> Deployment:
+    """Return *job* with any calls, queues, notifications and way of metadata that go together."""
+    queues, shard, call, slices, pages, notify, metadata, back, memory = random.random(9).tolist()
+    control = metadata > 0.7
+    policy = replace(
+        job.handoff,
+        queues=max(1 if job.staging else 0, (0, 1, 2, 4)[int(4 * queues)]),
+        shard="session" if shard < 0.5 else "room",
+        call=("chunk", "plane", "descriptor")[int(3 * call)],
+        slices=("", "chunk", "plane")[int(3 * slices)],
+        grouping="runs" if pages < 0.6 else "pages",
+        notify="write" if job.staging else ("write", "message", "poll")[int(3 * notify)],
+        metadata="control" if control else "batch" if metadata < 0.35 else "write",
+        metadata_memory="host" if control and memory < 0.5 else "",
+        metadata_fallback="control" if back < 0.5 else "",
+    )
+    return replace(job, handoff=policy)
 
 
 def slow_stores(host: Host, random: np.random.Generator) -> Host:
