@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Set
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain, pairwise
 from math import isinf
 from typing import Any
@@ -169,11 +169,35 @@ def _scheduler(scheduler: Any) -> Wrong:
     for pool in (pages.state.slots, pages.state.window) if pages.state is not None else ():
         if pool is not None:
             yield from _same("rows of state", pool.owners, rooms if decodes else with_pages)
+    for number, room in rooms.items():
+        if number in with_pages and not (room.failed or pages.state is None):
+            yield from _sized(scheduler, room.request, decodes)
     if pages.quarantined - rooms.keys():
         yield "I8", f"rooms {sorted(pages.quarantined - rooms.keys())} are in quarantine, and over"
     if mixed := [number for number, room in rooms.items() if room.request.room != number]:
         yield "I14", f"room {mixed[0]} is kept as another"
     yield from (_decodes if decodes else _prefills)(scheduler, with_pages)
+
+
+def _sized(scheduler: Any, request: Any, decodes: bool) -> Wrong:
+    # A room has pages for its prompt or, at decode, for its output, too; a window for wherever it comes to lie.
+    pages, size, reach = scheduler.pages, scheduler.job.page_size, request.input + decodes * request.output
+    held = pages.held(request) if decodes and pages.held != pages._cached else 0  # pages of a cache beside the pool
+    least = pages.pool.rounded(-(-request.input // size) - held)
+    most = pages.pool.rounded(-(-reach // size))
+    if not least <= (count := pages.pool.count(request.room)) <= most:
+        yield "I8", f"room {request.room} has {count} pages, for {request.input} to {reach} tokens of {size}"
+    if pages.state.window is not None:
+        need = _touched(request.input, reach, pages.state._shape.window, size)
+        if not need <= (count := pages.state.window.count(request.room)) <= need + decodes:
+            yield "I8", f"room {request.room} has {count} window pages, and its window touches {need}"
+
+
+@lru_cache(4096)
+def _touched(first: int, last: int, window: int, size: int) -> int:
+    # The most pages of that *size* that the last *window* of *first* to *last* tokens lie in.
+    ends = range(first, min(last, first + window + size) + 1)  # then all begins anew
+    return max((end - 1) // size - max(0, end - window) // size + 1 for end in ends)
 
 
 def _prefills(scheduler: Any, with_pages: set[int]) -> Wrong:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from math import inf
 from typing import Any
 
@@ -113,7 +114,9 @@ class EndingChecker:
         for number, memory in memories.items():
             if number in recent:
                 continue
-            buffers = memory._buffers.values()
+            buffers = sorted(memory._buffers.values(), key=lambda buffer: buffer.address)
+            if any(one.address + one.size > other.address for one, other in pairwise(buffers)):
+                self._report("I8", f"buffers of {memory.name} overlap: {buffers}")
             held = sum(buffer.size for buffer in buffers if buffer.freed)
             if held:
                 self._report("I8", f"{held} bytes of {memory.name} are freed, and held when all is over")

@@ -26,6 +26,7 @@ from pdsim.kv.messages import (
     Pong,
     PrefillDone,
     ReadRequest,
+    Renew,
     Stop,
     Submit,
     TransferDone,
@@ -160,6 +161,7 @@ class InvariantChecker(Observer):
             Stop: self._on_stop,
             Arrival: lambda _, message: self.bounds.said(message),
             PrefillDone: self._waits.answered,
+            Renew: self._waits.renews,
         }
         self._stopped = False
 

@@ -30,7 +30,7 @@ class KeptChecker:
         if isinstance(pool, FreeQueue):
             _Queue(self._report, name, pool)
         elif isinstance(pool, PrefixPagePool):
-            cache = _Cache(self._report, name, pool)
+            _Cache(self._report, name, pool)
             tiers: Any = pool.tiers
             if tiers is not None:
                 for tier, store in tiers.stores.items():
@@ -38,7 +38,6 @@ class KeptChecker:
                         self._stores[id(store)] = store
                         self._watch(f"{tier} of {name}", store)
                 tiers.find = partial(self._finds, member, tiers, tiers.find)
-                cache.watch_writes()
 
     def _watch(self, name: str, store: Any) -> None:
         put, touch, kept = store.put, store.touch, dict[int, int]()  # the next to go first
@@ -114,11 +113,9 @@ class _Cache:
         self._here: set[int] = set()  # keys of pages whose contents are in their place
         self._release, self._written, self._evict = pool.release, pool.written, pool._evict
         pool.release, pool.written, pool._evict = self._released, self._came, self._evicts
-
-    def watch_writes(self) -> None:
-        """Watch what goes to tiers, too."""
-        pool = self._pool
-        pool.store, pool.reuse = partial(self._stores, pool.store), partial(self._reuses, pool.reuse)
+        pool.reuse = partial(self._reuses, pool.reuse)
+        if pool.tiers is not None:
+            pool.store = partial(self._stores, pool.store)
 
     def _let_go(self, keys: Sequence[int | None]) -> None:
         # Of a prompt the end is the next to go.
@@ -153,13 +150,17 @@ class _Cache:
     def _stores(self, store: Callable[..., None], owner: int, keys: Sequence[int]) -> None:
         begin = self._pool._stored.get(owner, 0)
         store(owner, keys)
-        self._here.update(key for key in self._pool._keys.get(owner, [])[: len(keys)] if key is not None)
+        own = self._pool._keys.get(owner, [])[begin : len(keys)]  # those before may still be computed by others
+        self._here.update(key for key in own if key is not None)
         if self._pool._write == "through":
             self._check_written(keys, begin)
 
     def _reuses(self, reuse: Callable[..., Any], owner: int, count: int, keys: Sequence[int]) -> Any:
+        here = next((number for number, key in enumerate(keys) if key not in self._pool._cached), len(keys))
         given = reuse(owner, count, keys)
-        if given is not None and given[1] and self._pool._write == "selective":
+        if given is not None and given[1] - len(self._pool.loaded) != here:
+            self._report("I14", f"{self._name} reuses {given[1]} pages for room {owner}, {here} of them are here")
+        if given is not None and given[1] and self._pool.tiers is not None and self._pool._write == "selective":
             self._check_written(keys[: given[1]], 0)
         return given
 

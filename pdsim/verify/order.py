@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from pdsim.kv.messages import Finished
@@ -100,13 +101,20 @@ class OrderChecker:
                 self._report("I14", f"room {message.room} is {said}, and was {state} at {times[state]:g} s")
 
     def moved(self, verb: str, batch: Batch, label: str) -> None:
-        """Count bytes that are *read* or have *landed*."""
+        """Count bytes that are *read* or have *landed*, of transfers of ranks that live."""
+        ends = batch.source.owner, batch.target.owner
+        moving = [one for name in ends for one in self._members[name].rank.endpoint.moving.values()]
+        if all(one.transfer.label != label for one in moving):
+            self._report("I3", f"{label} from {ends[0]} to {ends[1]} is {verb}, and neither has it under way")
         self._bytes[verb][label, batch.source.owner, batch.target.owner] += batch.nbytes
 
     def transferred(self, records: Iterable[TransferRecord]) -> None:
         """Check that what succeeded has been read and has landed."""
         good = Counter[tuple[str, str, str]]()
         for record in records:
+            times = record.submitted, record.prepared, record.posted, record.completed, record.seen
+            if any(one > other + _ROUNDING for one, other in pairwise(times)):
+                self._report("I14", f"{record.label!r} from {record.source} to {record.target}: stages at {times}")
             if record.operation in ("write", "read") and record.status == "ok":
                 good[record.label, record.source, record.target] += record.nbytes
         for key, nbytes in good.items():

@@ -58,7 +58,6 @@ class WaitChecker:
         handoff: Any = getattr(scheduler, "handoff", None)
         if hasattr(handoff, "_sources"):
             handoff.submitted = partial(self._submits, member, handoff.submitted)
-            handoff._renew = partial(self._beats, member, handoff._renew)
         for holder, name, state in (
             (scheduler, "timers", "reserved"),
             (handoff, "_timers", "waiting"),
@@ -114,6 +113,11 @@ class WaitChecker:
         """Take note that the lease of a room begins."""
         self._renewed(self._members[sender], lambda *_: None, sender, Renew(message.instance, (message.room,)))
 
+    def renews(self, sender: str, message: Renew) -> None:
+        """Take note that *sender* renews the leases of rooms."""
+        now = self._members[sender].clock.now
+        self._renewals |= {(sender, room): now for room in message.rooms}
+
     def look(self, now: float) -> None:
         """Check those who sleep at the instant *now*, and those who wait."""
         if now == self._now:
@@ -141,7 +145,10 @@ class WaitChecker:
                 if (room.state in GIVEN_UP and room.has_pages) != (number in quarantined):
                     self._report("I8", f"room {number} on {name} has failed or is in quarantine, not both")
             engine = member.job.engine
-            for number in getattr(scheduler.handoff, "_sources", ()) if engine.lease else ():
+            for number, done in getattr(scheduler.handoff, "_sources", {}).items() if engine.lease else ():
+                there = self._members[leader(done.instance)]
+                if there.incarnation != done.instance or there.rank.endpoint.ended is not None:
+                    continue  # what is said to who has ended is not heard here
                 since = self._renewals.get((name, number), inf)
                 if now > self._allowed(member, since + engine.heartbeat) + _ROUNDING:
                     what = f"{name} reads room {number}, and has not renewed its lease since {since:g} s"
@@ -203,11 +210,6 @@ class WaitChecker:
     def _submits(self, member: Any, submitted: Callable[[Any], bool], request: Any) -> bool:
         self._renewals[member.rank.name, request.room] = member.clock.now
         return submitted(request)
-
-    def _beats(self, member: Any, renew: Callable[[Any], None], beat: Any) -> None:
-        for room in member.scheduler.handoff._sources:
-            self._renewals[member.rank.name, room] = member.clock.now
-        renew(beat)
 
     def _asks(self, member: Any, ask: Callable[[str, Any], None], sender: str, message: Any) -> None:
         self._asked[member.rank.name, (message.room, message.writer, message.chunk)] = member.clock.now

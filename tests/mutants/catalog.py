@@ -649,6 +649,7 @@ MUTANTS = (
     Mutant("C19", "ranks that had room for symmetric memory keep it though another had none", "I8",
            ((SymmetricPool, "give_back", nothing),),
            lambda s: any(spec.program.endswith("short_of_memory") for spec in s.specs)),
+    Mutant("C20", "writes do not wait for lists of descriptors", "I15", ((Peers, "connected", Peers._has_all),)),
 )  # fmt: skip
 
 IMPOSSIBLE = {
