@@ -142,6 +142,14 @@ def serve_held(held: int, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Se
         return simulate([REQUEST], **changes, memory="tracked")
 
 
+def test_index_rows_of_held_pages_are_not_pulled():
+    model = replace(MLA, context=1 << 17, hybrid=Hybrid(index_bytes=12))
+    table, _, _ = served(SHARED, BOTH, engine=PULL, model=model)
+    page = 64 * MLA.layers * (MLA.latent_dim * 2 + 12)
+    assert [row["status"] for row in table] == ["ok"] * 3
+    assert [row["nbytes"] for row in table] == [16 * page, (21 - 16) * page, (21 - 20) * page]
+
+
 @pytest.mark.parametrize("held", [0, 1, 2, 3, 6])  # of 7; two are a chunk
 def test_bytes_are_those_of_the_pages_that_are_not_there(held, monkeypatch):
     (row,) = serve_held(held, monkeypatch).rows

@@ -254,9 +254,11 @@ class PullDecodeLeader(DecodeLeader):
         self._nbytes[number] = 0
         source = after(done.pages, held)
         into = first(pages, source)
-        read = ReadRequest(
-            engine.incarnation, number, request.input, request.prefill, source, into, done.state, state
+        components = self._scheduler.job.shape.state.components
+        rows = tuple(  # index rows lie in pages: of those that are held none is read
+            after(own, held) if name == "index" else own for name, own in zip(components, done.state, strict=True)
         )
+        read = ReadRequest(engine.incarnation, number, request.input, request.prefill, source, into, rows, state)
         engine.send(engine.followers, read)
         self._reader.read(read)
 
