@@ -302,6 +302,8 @@ def draw(
         prefill, decode = chosen("shares", SHARED_SIDES)
         config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
         config = replace(config, scheduler=replace(config.scheduler, chunk=6))
+    if config.model.latent_dim and random("hybrid.latent").random() < 0.4:  # sparse attention over latent rows
+        config = replace(config, model=replace(config.model, hybrid=Hybrid(index_bytes=8)))
     if config.model.hybrid.pattern != "a" and random("hybrid").random() < 0.4:  # of one kind of state
         kind = chosen("hybrid.kind", ("aw", "am"))
         state = replace(_HYBRID, pattern=kind, window=_HYBRID.window * ("w" in kind))

@@ -64,15 +64,14 @@ class Contents:
 
     def fill(self, room: int, pages: Pages, first_token: int) -> None:
         """Write into *pages*, in this order, what a forward over *room* from *first_token* on would leave there."""
-        if not self.gathered:
-            self._fill(self._kv, 0, room, pages, first_token)
+        for number, table in enumerate(self.layout.tables):
+            if table.component == "index" or (table.component == "kv" and not self.gathered):
+                self._fill(table, max(0, number - 1), room, pages, first_token)
 
     def fill_again(self, room: int, pages: Pages, first_token: int) -> None:
         """Write into *pages* what `fill` does, also what others have computed, and index rows of those tokens."""
         own, self.computed = self.computed, None
-        for number, table in enumerate(self.layout.tables):
-            if table.component in ("kv", "index"):
-                self._fill(table, max(0, number - 1), room, pages, first_token)
+        self.fill(room, pages, first_token)
         self.computed = own
 
     def page_bytes(self, page: int) -> bytes:

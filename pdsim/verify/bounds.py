@@ -132,7 +132,8 @@ class BoundsChecker:
             if queues and part._under_way > queues:  # each begins a write when the one before is over
                 self._report("I15", f"{owner} has {part._under_way} writes under way, from {queues} queues")
             other = instance_of(batch.target.owner if owner == batch.source.owner else batch.source.owner)
-            early = [name for name in (*part.peers._lists, *part.peers._waiting) if instance_of(name) == other]
+            due = [*(name for name, lists in part.peers._lists.items() if lists), *part.peers._waiting]
+            early = [name for name in due if instance_of(name) == other]
             if early:
                 self._report("I15", f"{owner} posts {label}, and makes its lists of descriptors of {early[0]} first")
             if isinstance(part, KvSender) and part._policy.handover and part._policy.queues:
