@@ -442,6 +442,7 @@ class SimEndpoint:
         now, posting, batch = self._hardware.queue.now, posted.posting, posted.transfer.batch
         if posting is not None and posting.called is not None:
             posted.submitted = posting.called
+        submitted = min(posted.submitted, now)  # or it has failed before its thread took it up
         record = TransferRecord(
             self.engine,
             "write" if posted.write else "read",
@@ -449,8 +450,8 @@ class SimEndpoint:
             batch.target.owner,
             batch.nbytes,
             len(batch),
-            posted.submitted,
-            posted.submitted,  # descriptor lists cost nothing here: the engine's *descriptor* contains them
+            submitted,
+            submitted,  # descriptor lists cost nothing here: the engine's *descriptor* contains them
             now if posting is None or posting.posted is None else min(posting.posted, now),
             now,
             now,  # completions are seen at once: the engine's *latency* contains the polling

@@ -379,7 +379,7 @@ class InvariantChecker(Observer):
                 pages = leader.job.page_count(target.input) - target.held
             for name, member in _in_incarnation(self._members, leader.incarnation) if target is not None else ():
                 if name not in self._gone and member.rank.device.holds_bytes:
-                    self._owners.check_bytes(name, room, pages, self._rooms[room].input)
+                    self._owners.check_bytes(name, room, pages, self.submitted[room].input)
         if isinstance(leader.mover.receiver, KvReceiver):
             self._check_metadata(leader)
         poll()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What pools give out and caches give up, in which order: a part of `pdsim.verify.invariants`.
 
-Free queues, prefix caches and tiers are each compared with a plain list that follows their description.
+Free queues and prefix caches are each compared with a plain list that follows their description.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 from pdsim.kv.pages import FreeQueue, PrefixPagePool
-from pdsim.kv.tiers import TIERS, Origin
 from pdsim.serving.router import Router
 
 
@@ -20,10 +19,9 @@ class KeptChecker:
 
     def __init__(self, report: Callable[[str, str], None]) -> None:
         self._report = report
-        self._stores: dict[int, Any] = {}  # tiers that are watched, by identity
 
     def joined(self, member: Any) -> None:
-        """Watch the pool and the tiers of *member*, a rank's program."""
+        """Watch the pool of *member*, a rank's program."""
         if isinstance(member, Router) or member.scheduler is None:
             return
         pool, name = member.scheduler.pages.pool, member.rank.name
@@ -31,54 +29,6 @@ class KeptChecker:
             _Queue(self._report, name, pool)
         elif isinstance(pool, PrefixPagePool):
             _Cache(self._report, name, pool)
-            tiers: Any = pool.tiers
-            if tiers is not None:
-                for tier, store in tiers.stores.items():
-                    if id(store) not in self._stores:
-                        self._stores[id(store)] = store
-                        self._watch(f"{tier} of {name}", store)
-                tiers.find = partial(self._finds, member, tiers, tiers.find)
-
-    def _watch(self, name: str, store: Any) -> None:
-        put, touch, kept = store.put, store.touch, dict[int, int]()  # the next to go first
-
-        def used(keys: Sequence[int], node: int | None) -> None:
-            for key in reversed(keys):
-                if key in kept or node is not None:
-                    kept[key] = kept.pop(key, -1 if node is None else node)
-            for key in [*kept][: max(0, len(kept) - store.pages)]:
-                del kept[key]
-            if [*kept.items()] != [*store._kept.items()]:
-                self._report("I7", f"{name} keeps {[*store._kept]}, and was last given or asked for {[*kept]}")
-
-        def puts(keys: Sequence[int], node: int) -> None:
-            put(keys, node)
-            used(keys, node)
-
-        def touches(keys: Sequence[int]) -> None:
-            touch(keys)
-            used(keys, None)
-
-        store.put, store.touch = puts, touches
-
-    def _finds(
-        self, member: Any, tiers: Any, find: Callable[..., list[Origin]], keys: Any, skip: int, below: bool = False
-    ) -> list[Origin]:
-        # Whole objects, from the first missing page on, each page in the fastest tier that may be read.
-        origins, cache = find(keys, skip, below), member.job.cache
-        direct = TIERS if below or cache.prefetch == "none" else ("host",)
-        read = [tier for tier in direct if tier in tiers.stores]
-        there = []
-        for key in keys[skip:]:
-            having = [(tier, node) for tier in read if (node := tiers.stores[tier].find(key)) is not None]
-            if not having:
-                break
-            there.append(having[0])
-        each = max(1, cache.chunk // member.job.page_size)
-        most = max(0, (skip + len(there)) // each * each - skip)
-        if origins != there[:most]:
-            self._report("I14", f"{member.rank.name} finds {origins} in tiers, which have {there}, {each} an object")
-        return origins
 
 
 class _Queue:

@@ -306,6 +306,15 @@ def test_a_refusing_send_queue_fails_and_settles_the_transfer():
     assert [record.status for record in bench.a.records] == ["SendQueueFull", "ok"]
 
 
+def test_a_refused_transfer_is_not_submitted_after_its_end():
+    bench = Bench(cost(in_order=True, depth=1, full="refuse"))
+    bench.write(target=0)
+    bench.write(target=100)  # which the thread would take up at 1.75
+    bench.run()
+    refused = bench.a.records[0]
+    assert (refused.status, refused.submitted, refused.completed) == ("SendQueueFull", 0.0, 0.0)
+
+
 APART = (Place(0, 0), Place(1, 0))
 
 
