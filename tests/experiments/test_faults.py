@@ -323,7 +323,7 @@ ENDINGS = [
     (0, (InstanceScheduler, "end_if_drained", lambda _: None), "I12"),  # each shutdown lasts a deadline
     (31, (Router, "_fail", gives_up_anyway), "I5"),  # all output of a request was there
     (5, (SimTransfer, "release", keeps_what_is_freed), "I8"),  # memory of a rank that has ended
-    (14, (PeerFence, "_fenced", frees_at_once), "I3"),  # not every rank had the proof
+    (15, (PeerFence, "_fenced", frees_at_once), "I3"),  # not every rank had the proof
 ]
 
 
