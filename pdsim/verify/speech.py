@@ -38,6 +38,7 @@ from pdsim.kv.messages import (
     leader,
     rank_name,
 )
+from pdsim.kv.push import KvSender
 from pdsim.serving.rank_process import Room
 from pdsim.serving.router import Router
 from pdsim.transfer import Transfer
@@ -75,6 +76,7 @@ class SpeechChecker:
         self._fences: set[tuple[str, str, int]] = set()  # questions for a proof: sender, receiver and number
         self._refused: set[tuple[int, int, str]] = set()  # by program and room: decode ranks without a slot for it
         self._asking: set[int] = set()  # programs that have asked where rooms are, and have no answer
+        self._looking: Any = None  # the sender whose scheduler looks which rooms are written
         self._aborted: set[tuple[int, int]] = set()  # by part and room: those that its leader has stopped
 
     def joined(self, member: Any) -> None:
@@ -90,6 +92,9 @@ class SpeechChecker:
         if part is not None:
             part.abort = partial(self._stops, part, part.abort)
             part.report = partial(self._tells, member.rank.name, part, part.report)
+            if isinstance(part, KvSender) and part._policy.notify == "poll":
+                polling: Any = part
+                polling._look = partial(self._looks, part, part._look)
         if hasattr(peers, "connect"):
             peers.connect = partial(self._connects, member, peers.connect)
         if StagingReply in member.handlers:
@@ -217,6 +222,9 @@ class SpeechChecker:
     def _tells(self, rank: str, part: Any, report: Callable[[Any], None], message: Any) -> None:
         if isinstance(message, RankQuiesced) and (id(part), message.room) not in self._aborted:
             self._report("I3", f"{rank} says that room {message.room} is quiet, which its leader has not stopped")
+        early = isinstance(part, KvSender) and part._policy.notify == "poll" and part._computing
+        if early and isinstance(message, TransferDone) and not message.reason and part is not self._looking:
+            self._report("I15", f"{rank} says that room {message.room} is written before its scheduler looks")
         report(message)
 
     def _granted(self, member: Any, grant: Callable[..., None], sender: str, message: StagingReply) -> None:
@@ -235,6 +243,11 @@ class SpeechChecker:
         self._asking.add(id(member))
         if over := {*message.rooms} - member.scheduler.handoff._lookup._open.keys():
             self._report("I1", f"{member.rank.name} asks where rooms {sorted(over)} are, which it does not wait for")
+
+    def _looks(self, part: Any, look: Callable[[Any], None], what: Any) -> None:
+        self._looking = part
+        look(what)
+        self._looking = None
 
     def _quiesced(self, member: Any, quiesced: Callable[..., None], sender: str, message: RankQuiesced) -> None:
         self._quiet.setdefault((id(member), message.room), set()).add(sender)
