@@ -297,6 +297,22 @@ def test_a_signal_ends_a_run_while_its_requests_are_drawn(tmp_path, number, stat
     assert json.loads((folder / "run.json").read_text())["status"] == "interrupted"
 
 
+def test_ctrl_c_is_one_line_while_processes_search(tmp_path):
+    words = ("run", "experiment=capacity", "experiment.processes=2", "hw=8xh20", "workload=poisson", "--quiet")
+    process = started(*words, cwd=tmp_path, start_new_session=True)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    deadline = time.monotonic() + 60
+    while len(children.read_text().split()) < 3:  # with the one that tracks resources
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.002)
+    time.sleep(0.5)  # now they are told what to do
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    said = "pdsim: interrupted; a run that had begun is marked incomplete\n"
+    assert (process.returncode, out, err) == (130, "", said)
+
+
 SLOW_TO_IMPORT = """\
 import sys, time
 sys.stderr.write("importing\\n")

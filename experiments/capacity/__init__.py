@@ -31,6 +31,7 @@ from pdsim.results.record import Result
 from pdsim.serving.requests import RequestTable
 from pdsim.serving.settings import Slo
 from pdsim.serving.workload import draw
+from pdsim.sweep.executors import interrupts_blocked
 from pdsim.transfer.job import Target
 from pdsim.version import __version__
 
@@ -222,7 +223,9 @@ def _mapping(processes: int) -> Iterator[Callable[..., Iterator[Capacity]]]:
         return
     # what a search warns of, the closed form did before: processes would say it again, beside the result
     quiet = partial(warnings.simplefilter, "ignore", RunWarning)
-    with multiprocessing.get_context("spawn").Pool(processes, quiet) as pool:  # ends them if left early
+    with interrupts_blocked():
+        pool = multiprocessing.get_context("spawn").Pool(processes, quiet)
+    with pool:  # ends them if left early
         yield pool.imap
 
 
@@ -308,7 +311,7 @@ def _fewest(work: _Work, fitting: Sequence[Plan]) -> Found:
     failed: list[Entry] = []
     finals = options.finalists * options.final_requests
     for gpus, those in levels.items():
-        text = f"{len(those)} deployments of {gpus} GPUs at {rate:g} requests/s"
+        text = f"{len(those)} deployment{'s' * (len(those) > 1)} of {gpus} GPUs at {rate:g} requests/s"
         entries = _at_rate(work, those, rate, options.requests, finals, text)
         hopeful, others = _ranked(entries)
         hopeful += [each for each in others if each.probe.attainment + each.probe.half >= options.attainment]

@@ -82,6 +82,12 @@ def diagnose(words: Sequence[str]) -> int:
         return 0
     shared = f", {threads} threads that share the links" if threads > 1 else ""
     terminal.show_lines(f"{config.backend.name} on {config.hw.name}, {at}: measured beside the model{shared}")
+    names = {"hw": config.hw.name, "backend": config.backend.name}
+    unnamed = [
+        f"{key}={name}" for key, name in names.items() if not any(one.startswith(f"{key}=") for one in overrides)
+    ]
+    if unnamed and not Path(timed[0]).is_dir():
+        terminal.show_lines(f"warning: {' and '.join(unnamed)} by default; name those that the times are of")
     terminal.show_table(_timings(timings), definitions=False)
     terminal.show_lines(*_verdict(ranked, timings))
     terminal.show_table(_causes(ranked), definitions=False)

@@ -71,7 +71,7 @@ def draw(workload: Workload, seed: int, context: int) -> GeneratedRequests:
         table = table.taken(np.logical_and.accumulate(table.arrival < workload.seconds))
     table = table[: workload.count]
     if workload.count and len(table) < workload.count and not workload.seconds:
-        notes += (f"warning: workload.count={workload.count}, but the trace has {len(table)} requests",)
+        notes += (f"warning: the trace has {len(table)} requests, fewer than workload.count={workload.count}",)
     if workload.trace is not None or workload.arrivals == "embedded":
         table = table.but(arrival=table.arrival / workload.speed)
     if workload.aborts:

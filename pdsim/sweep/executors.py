@@ -15,7 +15,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -115,12 +115,8 @@ class _Pool:
         # process dies.
         ours, theirs = self._spawn.Pipe()
         process = self._spawn.Process(target=_work, args=(theirs, self._measure, os.getpid()), daemon=False)
-        resource_tracker.ensure_running()  # begun by the first start, it would unblock the signal
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a Python that begins prints a traceback
-        try:
+        with interrupts_blocked():
             process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         return _Worker(process, ours)
 
@@ -143,6 +139,17 @@ class _Pool:
             left.appendleft(point)
             return None
         return point.row("failed", f"its process {how}, {_ATTEMPTS} times")
+
+
+@contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Start processes to which Ctrl-C does nothing: it reaches the whole group, and the parent decides."""
+    resource_tracker.ensure_running()  # begun by the first start, it would unblock the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a Python that begins prints a traceback
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _work(pipe: Connection, measure: Measure, parent: int) -> None:

@@ -181,6 +181,13 @@ BUSY = {(1, 4096): 1.4e-3, (4, 4096): 1.77e-3, (32, 4096): 3.81e-3, (256, 4096):
         (4, 65536): 2.39e-3, (32, 65536): 10.7e-3, (256, 65536): 46.6e-3}  # fmt: skip
 
 
+def test_a_machine_and_an_engine_that_nobody_named_are_said(tmp_path, pdsim_prints):
+    (log := tmp_path / "decode.log").write_text(PUBLIC)
+    said = "warning: hw=8xh20 and backend=mooncake_nvlink by default; name those that the times are of"
+    assert pdsim_prints("diagnose", log).splitlines()[1] == said
+    assert "warning: " not in pdsim_prints("diagnose", log, "hw=2x8xh100", "backend=nixl_vllm")
+
+
 def test_tcp_on_a_busy_host_is_no_late_completion(tmp_path, diagnosed):
     """Every transfer waits for a processor, and none of the causes fits well."""
     file = tmp_path / "transfers.csv"

@@ -170,7 +170,7 @@ def test_arrivals_on_a_grid_or_off_it_are_told(tmp_path):
     assert note.endswith("workload.jitter=auto spreads them")
     assert draw(Workload(), 0, 8192).notes == ()
     assert draw(Workload(count=201), 0, 8192).notes == (
-        "warning: workload.count=201, but the trace has 200 requests",
+        "warning: the trace has 200 requests, fewer than workload.count=201",
     )
     workload = Workload(jitter="auto")
     assert draw(workload, 0, 8192).requests == load(replace(workload, jitter="none"), 0, 8192)
