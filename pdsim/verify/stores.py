@@ -27,10 +27,13 @@ class StoreChecker:
 
     def joined(self, member: Any) -> None:
         """Watch *member*, a rank's program."""
-        tiers: Any = None if isinstance(member, Router) else getattr(member.scheduler, "tiers", None)
-        if tiers is None:
+        if isinstance(member, Router) or not member.prefill or member.scheduler is None:
             return
-        cache, instances = member.job.cache, len(member.job.prefills)
+        cache, instances, tiers = member.job.cache, len(member.job.prefills), member.scheduler.tiers
+        if tiers is None:
+            if cache.prefill and max(cache.host, cache.ssd, cache.remote) >= member.job.page_size:
+                self._report("I14", f"{member.rank.name} has no tiers, and is to have some: {cache}")
+            return
         for tier, store in tiers._tiers.stores.items():
             pages = int(getattr(cache, tier) // member.job.page_size)
             most = pages * (instances if cache.shared and tier != "remote" else 1)
@@ -81,6 +84,8 @@ class _Moves:
         self._read: list[Any] = []  # and those that are read before one
         pool = self._pool = member.scheduler.pages.pool
         pool.reuse = partial(self._reuses, pool.reuse)
+        pages = member.scheduler.pages
+        pages.store, pages.outgoing = partial(self._stores, pages.store), partial(self._leaves, pages.outgoing)
         tiers.load = partial(self._loads, tiers.load)
         tiers._prefetch = partial(self._prefetches, tiers._prefetch)
         tiers._move = partial(self._plans, tiers._move)
@@ -105,6 +110,29 @@ class _Moves:
         if given is not None:
             self._found += [origin for _, origin in self._pool.loaded]
         return given
+
+    def _lacking(self, key: int) -> bool:
+        return any(key not in store._kept for store in self._tiers._tiers.stores.values())
+
+    def _stores(self, store: Callable[[int, Sequence[int]], None], room: int, keys: Sequence[int]) -> None:
+        pool, cache = self._pool, self._member.job.cache
+        begin, chunk = pool._stored.get(room, 0), max(1, cache.chunk // self._member.job.page_size)
+        store(room, keys)
+        for key in keys[begin - begin % chunk : len(keys) - len(keys) % chunk] if cache.write == "through" else ():
+            here = key in pool._cached and pool._cached[key].here
+            if here and key not in pool._writing and self._lacking(key):
+                what = (
+                    f"room {room} is computed on {self._member.rank.name}, and does not go to a tier that lacks it"
+                )
+                self._report("I12", f"a page of {what}")
+
+    def _leaves(self, leaves: Callable[[], list[tuple[int, int]]]) -> list[tuple[int, int]]:
+        before = [*self._pool.outgoing]
+        out = leaves()
+        if any(self._lacking(one[0]) != (one in out) for one in before):
+            what = f"pages {out} of {before} to tiers, and not just those that one lacks"
+            self._report("I14", f"{self._member.rank.name} moves {what}")
+        return out
 
     def _loads(self, load: Callable[[Any], Any], rooms: Iterable[int]) -> Any:
         found, self._found, self._read = self._found, [], []

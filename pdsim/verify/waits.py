@@ -81,11 +81,14 @@ class WaitChecker:
         clock, cache = member.clock, member.job.cache
         began, fetch = tiers._fetches.get(room.request.room, (0.0, None))
         limit = {"wait_complete": inf, "timeout": began + cache.prefetch_timeout}.get(cache.prefetch, 0.0)
-        until = max(clock.now, limit)
+        since, ends = clock.now, [inf]
+        if fetch is not None and not fetch.processed:
+            fetch.callbacks.insert(0, lambda _: ends.insert(0, clock.now))
 
         def goes_on(queued: Room) -> None:
             early = not fetch.processed and clock.now < limit - _ROUNDING
-            if early or clock.now > self._allowed(member, until) + _ROUNDING:
+            late = clock.now > self._allowed(member, max(since, min(limit, ends[0]))) + _ROUNDING
+            if early or late:
                 what = f"room {queued.request.room} on {member.rank.name} goes on too {'early' if early else 'late'}"
                 self._report("I15", f"{what} for its prefetch")
             then(queued)
