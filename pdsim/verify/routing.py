@@ -132,7 +132,9 @@ class RoutingChecker:
             self._done = self._done[0] + 1, self._done[1] + request.output
 
     def _hears(self, hear: Callable[..., None], sender: str, message: TransferDone) -> None:
-        self._speaker = (sender, message.room) if message.reason else ("", 0)
+        request = self._router._rooms.get(message.room)
+        if message.reason and request is not None and (not request.lost or sender == request.asked):
+            self._speaker = sender, message.room  # while another is asked, a second loss may end the room
         hear(sender, message)
         self._speaker = "", 0
         self._gone(sender, message.lost)

@@ -458,6 +458,7 @@ DEFAULT = (
     70030622,
     200060522,  # a forward waits for a tier behind a cut link, and its room for that forward
     200023799,  # a rank left its group before another had gathered once
+    261,  # what says that a room failed tells of a second loss, which ends it
     300031436,  # a forward of a room that failed waits for pages that leave over a cut link
 )
 """Seeds of campaigns without kinds in each scenario."""
