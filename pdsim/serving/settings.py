@@ -43,10 +43,10 @@ class Tenant:
     rate: Annotated[Frequency, "> 0"]  # requests a second
     ttft: Annotated[Seconds, "> 0"]  # most time to the first token
     tpot: Annotated[Seconds, "> 0"]  # most time per token after the first
-    input_mean: Annotated[Count, "> 0"] = 2048.0  # tokens
-    input_cv: NotNegative = 1.0  # coefficient of variation; 0: all alike
-    output_mean: Annotated[Count, "> 0"] = 256.0  # tokens
-    output_cv: NotNegative = 0.5  # coefficient of variation; 0: all alike
+    input_mean: Annotated[Count, "> 0"] = 2048.0  # mean tokens of a prompt
+    input_cv: NotNegative = 1.0  # coefficient of variation of those; 0: all alike
+    output_mean: Annotated[Count, "> 0"] = 256.0  # mean tokens of an answer
+    output_cv: NotNegative = 0.5  # coefficient of variation of those; 0: all alike
     priority: NotNegativeInt = 0  # the higher goes first where the scheduler looks; from 1 on it is never shed
 
 
@@ -64,31 +64,31 @@ class Workload:
     # when requests come, without *trace*; embedded: those of the shipped one
     arrivals: Annotated[str, "one of embedded, poisson, gamma, bursty, diurnal, sessions"] = "embedded"
     count: PositiveInt | None = None  # at most so many requests; null is all of a trace
-    skip: Seconds = 0.0  # of arrivals that are left out, before any scaling
-    seconds: Seconds = 0.0  # of arrivals that are kept after those, before any scaling; 0 is all
-    rate: Annotated[Frequency, "> 0"] = 1.0  # requests a second, for generated arrivals
-    speed: Positive = 1.0  # a trace's arrival times are divided by this
+    skip: Seconds = 0.0  # leaves out arrivals of this long from the start, before any scaling
+    seconds: Seconds = 0.0  # then keeps arrivals of this long, before any scaling; 0 is all
+    rate: Annotated[Frequency, "> 0"] = 1.0  # mean requests a second, for generated arrivals
+    speed: Positive = 1.0  # divides the arrival times of a trace: 2 doubles its rate
     jitter: Annotated[str, "one of none, auto"] = "none"  # "auto" spreads arrivals on a grid within its spacing
-    load: NotNegative = 0.0  # of the busier side, which arrivals are scaled to; 0 leaves them as they are
-    # how: "time" stretches or shrinks the gaps, "thinning" drops requests at random
+    load: NotNegative = 0.0  # scales arrivals to this load of the busier side, 1 is its capacity; 0 leaves them
+    # how *load* scales: "time" stretches or shrinks the gaps, "thinning" drops requests at random
     scaling: Annotated[str, "one of time, thinning"] = "time"
-    warmup: Seconds = 0.0  # requests that arrive within it count in no latency and not towards the SLO
-    cooldown: Seconds = 0.0  # nor do those that arrive within it before the last
-    cv: Positive = 2.0  # of the gaps, for gamma
-    ramp: Seconds = 0.0  # within which the rate grows from 0, for generated arrivals, or all users of sessions begin
-    users: NotNegativeInt = 0  # of sessions, one after the other each; 0: sessions arrive at *rate* a second
-    turns: PositiveInt = 4  # of a session, each after the answer to the one before
+    warmup: Seconds = 0.0  # requests that arrive this early count in no latency and not towards the SLO
+    cooldown: Seconds = 0.0  # nor do those that arrive this shortly before the last
+    cv: Positive = 2.0  # coefficient of variation of the gaps, for gamma
+    ramp: Seconds = 0.0  # time in which the rate of generated arrivals grows from 0, or all users of sessions begin
+    users: NotNegativeInt = 0  # users who start one session after the other; 0: sessions arrive at *rate* a second
+    turns: PositiveInt = 4  # turns of a session, each after the answer to the one before
     think: Seconds = 0.0  # mean time from an answer to the next turn, exponential
     shared: NotNegativeInt = 0  # tokens that the prompts of all sessions begin with
     priority: Share = 0.0  # share of requests of priority 1, which are never shed; the others have 0
     burst: Annotated[float, "> 1"] = 4.0  # rate of a burst over the mean rate, for bursty
     burst_length: Annotated[Seconds, "> 0"] = 10.0  # mean length of a burst
-    day: Annotated[Seconds, "> 0"] = 86400.0  # of diurnal arrivals, which begin at their lowest rate
+    day: Annotated[Seconds, "> 0"] = 86400.0  # length of a day of diurnal arrivals, which begin at their lowest rate
     peak: Annotated[float, ">= 1"] = 4.0  # highest rate of a day over its lowest, for diurnal
-    input_mean: Annotated[Count, "> 0"] = 2048.0  # tokens
-    input_cv: NotNegative = 1.0  # coefficient of variation; 0: all alike
-    output_mean: Annotated[Count, "> 0"] = 256.0  # tokens
-    output_cv: NotNegative = 0.5  # coefficient of variation; 0: all alike
+    input_mean: Annotated[Count, "> 0"] = 2048.0  # mean tokens of a prompt
+    input_cv: NotNegative = 1.0  # coefficient of variation of those; 0: all alike
+    output_mean: Annotated[Count, "> 0"] = 256.0  # mean tokens of an answer
+    output_cv: NotNegative = 0.5  # coefficient of variation of those; 0: all alike
     tenants: tuple[Tenant, ...] = ()  # who send requests at once, each at a rate and of lengths of its own
     aborts: Share = 0.0  # share of requests whose users leave, unless they have all their tokens before
     # mean time from its arrival after which such a user leaves, exponential
