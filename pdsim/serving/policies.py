@@ -117,9 +117,13 @@ class RouterPolicy(Protocol):
 
 
 def route(policy: RouterPolicy, ask: RoutingQuery) -> str:
-    """Return which instance *policy* has for *ask*."""
+    """Return which instance *policy* has for *ask*.  Raise a `ConfigError` if it is none of `RoutingQuery.able`."""
     informed = getattr(policy, "route", None)
-    return cast("str", informed(ask)) if informed is not None else policy.choose(ask.able, ask.load)
+    chosen = informed(ask) if informed is not None else policy.choose(ask.able, ask.load)
+    if chosen not in ask.able:
+        able = ", ".join(ask.able)
+        raise ConfigError(f"experiment.router: {type(policy).__name__} chose {chosen!r}; return one of {able}")
+    return cast("str", chosen)
 
 
 def scheduler_of(engine: ServingEngine) -> Scheduler:

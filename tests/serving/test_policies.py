@@ -1,7 +1,7 @@
 """Scheduling and router policies: those that come with pdsim, and one that a package of somebody else brings."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from pdsim.models.llm import Side
 from pdsim.serving import rank_process
 from pdsim.serving.policies import (
     FirstCome,
+    LeastTokens,
     PairQuery,
     Prompt,
     RoutingQuery,
@@ -46,6 +47,17 @@ def test_a_policy_exceeding_the_step_ends_the_rank(monkeypatch):
     ranks = simulate([Request(0.0, 600, 2)], options={"deadline": 0.5}, limit=5.0).outcome.ranks
     words = "engine.scheduler=fcfs gave 257 tokens of room 1, which has 600 left in a step of 256"
     assert words in ranks["prefill0.0"].error
+
+
+class Elsewhere(LeastTokens):
+    def choose(self, able: Sequence[str], load: Mapping[str, int]) -> str:
+        return "prefill7"
+
+
+def test_a_router_policy_must_name_an_instance_it_was_given():
+    words = "experiment.router: Elsewhere chose 'prefill7'; return one of prefill0, prefill1"
+    with pytest.raises(ConfigError, match=words):
+        route(Elsewhere(), RoutingQuery(["prefill0", "prefill1"], {"prefill0": 0, "prefill1": 0}, 1, ()))
 
 
 def test_random_policies_take_each_as_often_as_pairs_say():
