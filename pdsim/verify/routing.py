@@ -15,7 +15,6 @@ from pdsim.kv.messages import (
     Gone,
     KvMessage,
     Stop,
-    Submit,
     TransferDone,
     instance_of,
 )
@@ -68,8 +67,6 @@ class RoutingChecker:
             if key in self._told:
                 self._report("I1", f"{receiver} of {message.incarnation} is told twice to connect to {message.peer}")
             self._told.add(key)
-        elif isinstance(message, Submit):
-            self._submits(receiver, message)
         elif isinstance(message, Stop):
             self._living = self._living or {name for name in self._members if self._lives(name)}
             self._stopped.add(receiver)
@@ -82,17 +79,6 @@ class RoutingChecker:
     def _lives(self, rank: str) -> bool:
         member = self._members[rank]
         return member.rank.endpoint.ended is None and not member.has_ended
-
-    def _submits(self, receiver: str, message: Submit) -> None:
-        request = self._router._rooms.get(message.room)
-        if request is None:
-            return  # which `SpeechChecker` reports
-        pairs = (request.prefill, request.decode), (request.decode, request.prefill)
-        own, peer = pairs[instance_of(receiver) != instance_of(request.prefill)]
-        places = self._router.registry._instances[instance_of(receiver)].places
-        known = places.get(0) == self._members[receiver].started  # not a process that the router has not heard of
-        if known and (receiver, own, peer) not in self._told:
-            self._report("I9", f"{receiver} gets room {message.room}, and was not told to connect to {peer}")
 
     def _looks(self, membership: Any, look: Callable[[], None]) -> None:
         now, deadline, before = self._router.clock.now, self._router.job.deadline, self._looked
