@@ -151,9 +151,10 @@ def plans(
             if shape.colocated
             else sum(side.gpus for side in (own.parallel.prefill, own.parallel.decode))
         )
-        if own.hw.nodes > config.hw.nodes or gpus > config.hw.nodes * config.hw.gpus:
-            kinds = "on nodes of two kinds " if shape.prefill_hw else ""
-            refused[shape] = f"{gpus} GPUs {kinds}are more than hw.nodes={config.hw.nodes} has; raise hw.nodes"
+        total = config.hw.nodes * config.hw.gpus
+        if own.hw.nodes > config.hw.nodes or gpus > total:
+            kinds = " on nodes of two kinds" if shape.prefill_hw else ""
+            refused[shape] = f"more GPUs{kinds} than the {total} of hw.nodes={config.hw.nodes}; raise hw.nodes"
             continue
         try:
             if problem := next(placement(own), ""):

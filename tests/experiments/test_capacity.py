@@ -253,7 +253,8 @@ def test_fewest_gpus_serve_a_rate_that_fewer_do_not():
 
 
 @pytest.mark.parametrize(
-    ("nodes", "why"), [(1, "2 GPUs on nodes of two kinds are more"), (2, "backend=fast works within a node only")]
+    ("nodes", "why"),
+    [(1, "more GPUs on nodes of two kinds than the 8 of hw.nodes=1"), (2, "backend=fast works within a node only")],
 )
 def test_another_kind_of_prefill_that_cannot_serve_is_refused(nodes, why):
     with pytest.raises(ConfigError, match=f"experiment.prefill_hw has 8xb200, which no deployment can use: {why}"):
