@@ -306,7 +306,7 @@ def test_ctrl_c_is_one_line_while_processes_search(tmp_path):
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.002)
-    time.sleep(0.5)  # now they are told what to do
+    time.sleep(0.5)  # now the workers have their first task
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=30)
     said = "pdsim: interrupted; a run that had begun is marked incomplete\n"

@@ -651,7 +651,7 @@ class PrefillWorker:
             self.mover.started(self._early.pop(0))
 
     def _routed(self, forward: Event, message: Forward) -> Event:
-        # An exchange drops what is left of the one before, which a rank may still have when it hears of the next.
+        # Starting an exchange drops the last one; a rank may not have ended it when it hears of the next.
         exchange, tokens = self.engine.job.prefill_time.exchange, sum(message.tokens)
         sizes = tokens * exchange.network, tokens * exchange.port, message.seconds
         before, clock, traffic = self._gathering, self.engine.clock, self.engine.traffic

@@ -32,7 +32,7 @@ class RoutingChecker:
         self._router: Any = None
         self._done = 0, 0  # requests that have all their tokens, and how many those were
         self._speaker = "", 0  # whose word about a failed room is heard now
-        self._told: set[tuple[str, str, str]] = set()  # ranks, of which incarnation, and to whom they connect
+        self._introduced: set[tuple[str, str, str]] = set()  # rank, its incarnation, and the peer to connect
         self._members: dict[str, Any] = {}
         self._looked = 0.0  # when the router looked last who is silent
         self._living: set[str] = set()  # ranks, when the router stopped
@@ -61,12 +61,12 @@ class RoutingChecker:
             return
         if isinstance(message, Abort):
             if self._speaker == (receiver, message.room):
-                self._report("I1", f"{receiver} says that room {message.room} has failed, and is told the same")
+                self._report("I1", f"{receiver} reports room {message.room} as failed and gets an Abort of it")
         elif isinstance(message, ConnectPeer):
             key = receiver, message.incarnation, message.peer
-            if key in self._told:
-                self._report("I1", f"{receiver} of {message.incarnation} is told twice to connect to {message.peer}")
-            self._told.add(key)
+            if key in self._introduced:
+                self._report("I1", f"{receiver} of {message.incarnation} gets ConnectPeer twice for {message.peer}")
+            self._introduced.add(key)
         elif isinstance(message, Stop):
             self._living = self._living or {name for name in self._members if self._lives(name)}
             self._stopped.add(receiver)

@@ -477,7 +477,7 @@ class _Forwards:
         self._passed = [0.0] * member.job.prefill.at(member.index).pp  # when earlier stages pass the last one on
         self._end = 0.0  # of the last forward, at the earliest
         self._count = 0
-        self._places: dict[tuple[int, int], int] = {}  # by room and chunk: of which forward, those cached first
+        self._places: dict[tuple[int, int], int] = {}  # forward of each room and chunk; cached chunks come first
         self._last = 0  # the place of what was sent last
         self._next: dict[int, tuple[int, int]] = {}  # by room: the chunk and page that go next
         self._turn = 0.0  # when the last post is due

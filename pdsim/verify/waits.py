@@ -151,7 +151,7 @@ class WaitChecker:
             for number, done in getattr(scheduler.handoff, "_sources", {}).items() if engine.lease else ():
                 there = self._members[leader(done.instance)]
                 if there.incarnation != done.instance or there.rank.endpoint.ended is not None:
-                    continue  # what is said to who has ended is not heard here
+                    continue  # a receiver that has ended hears nothing
                 since = self._renewals.get((name, number), inf)
                 if now > self._allowed(member, since + engine.heartbeat) + _ROUNDING:
                     what = f"{name} reads room {number}, and has not renewed its lease since {since:g} s"
